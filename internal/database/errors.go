@@ -1,0 +1,87 @@
+package database
+
+import (
+	"context"
+	"database/sql"
+	"database/sql/driver"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strings"
+
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/legion-gorm/legion/internal/fault"
+)
+
+// SQLSTATE codes that are read here and by the callers.
+// Source: PostgreSQL's documentation, appendix A.
+const (
+	CodeSerializationFailure  = "40001"
+	CodeDeadlockDetected      = "40P01"
+	CodeUndefinedTable        = "42P01"
+	CodeUndefinedColumn       = "42703"
+	CodeInsufficientPrivilege = "42501"
+)
+
+// HasCode reports whether err carries one of the SQLSTATE codes.
+func HasCode(err error, codes ...string) bool {
+	var server *pgconn.PgError
+	if !errors.As(err, &server) {
+		return false
+	}
+
+	for _, code := range codes {
+		if server.Code == code {
+			return true
+		}
+	}
+
+	return false
+}
+
+// Explain adds the remedy to an error that the driver reports where there is one.
+func Explain(err error) error {
+	if HasCode(err, CodeUndefinedTable, CodeUndefinedColumn) && !errors.Is(err, fault.ErrNotMigrated) {
+		return fmt.Errorf("%w: call legion.Migrate(db) at start-up: %w", fault.ErrNotMigrated, err)
+	}
+
+	return err
+}
+
+// Retryable reports whether running the same transaction again can succeed: it
+// lost a deadlock or a race, or the connection or the server went away.
+func Retryable(err error) bool {
+	return errors.Is(err, fault.ErrContention) ||
+		HasCode(err, CodeSerializationFailure, CodeDeadlockDetected) ||
+		connectionLost(err)
+}
+
+func connectionLost(err error) bool {
+	// A context that ended closes the connection: that is the caller's own wish.
+	if err == nil || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
+		return false
+	}
+
+	var server *pgconn.PgError
+	if errors.As(err, &server) {
+		// Class 08: connection exceptions. 57P01 to 57P03: the server is going down,
+		// has crashed, or is not up yet. 25006 is what a server says that became a
+		// standby under us.
+		return strings.HasPrefix(server.Code, "08") ||
+			server.Code == "57P01" || server.Code == "57P02" || server.Code == "57P03" || server.Code == "25006"
+	}
+
+	var network net.Error
+
+	return pgconn.SafeToRetry(err) ||
+		errors.As(err, &network) ||
+		errors.Is(err, driver.ErrBadConn) ||
+		errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
+		errors.Is(err, net.ErrClosed) ||
+		// pgx reports a statement on a connection that it had to close in these words
+		// and with no type of its own.
+		strings.Contains(err.Error(), "conn closed") ||
+		(errors.Is(err, sql.ErrConnDone) && !errors.Is(err, sql.ErrTxDone))
+}

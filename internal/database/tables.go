@@ -1,0 +1,86 @@
+package database
+
+import (
+	"fmt"
+	"time"
+
+	"gorm.io/gorm"
+
+	"github.com/legion-gorm/legion/internal/fault"
+	"github.com/legion-gorm/legion/models"
+)
+
+// PluginName is the name under which the plugin is registered with GORM.
+const PluginName = "gorm:legion"
+
+const (
+	// DefaultLease is how long a slot is held without being renewed.
+	DefaultLease = 30 * time.Second
+
+	// DefaultConnectionTimeout is how long a call waits for a connection.
+	DefaultConnectionTimeout = 5 * time.Second
+)
+
+// Settings is what the plugin says about the database. The zero value stands for
+// the defaults.
+type Settings struct {
+	// Model is a pointer to the agent model. Nil: &models.LegionAgent{}.
+	Model any
+
+	// Table overrides the table's name. Empty: the model's.
+	Table string
+
+	// Lease is how long a slot is held without renewal. Zero: DefaultLease.
+	Lease time.Duration
+
+	// ConnectionTimeout bounds the wait for a connection. Zero: DefaultConnectionTimeout.
+	ConnectionTimeout time.Duration
+}
+
+// A Provider is a GORM plugin that has settings: the root package's.
+type Provider interface{ LegionSettings() Settings }
+
+// SettingsOf returns the settings of the plugin that db uses, with the defaults
+// filled in.
+func SettingsOf(db *gorm.DB) Settings {
+	var settings Settings
+	if provider, ok := db.Config.Plugins[PluginName].(Provider); ok {
+		settings = provider.LegionSettings()
+	}
+
+	if settings.Model == nil {
+		settings.Model = &models.LegionAgent{}
+	}
+
+	if settings.Lease == 0 {
+		settings.Lease = DefaultLease
+	}
+
+	if settings.ConnectionTimeout == 0 {
+		settings.ConnectionTimeout = DefaultConnectionTimeout
+	}
+
+	return settings
+}
+
+// Tables are the names of the two tables, unquoted, with their schema if they
+// have one.
+type Tables struct {
+	Agents     string
+	Identities string
+}
+
+// TablesOf returns the names that the settings give with the NamingStrategy of db.
+func TablesOf(db *gorm.DB, settings Settings) (Tables, error) {
+	statement := &gorm.Statement{DB: db}
+	if err := statement.ParseWithSpecialTableName(settings.Model, settings.Table); err != nil {
+		return Tables{}, fmt.Errorf("%w: the agent model cannot be parsed: %w", fault.ErrInvalidConfig, err)
+	}
+
+	agents := statement.Schema.Table
+	if settings.Table != "" {
+		agents = settings.Table
+	}
+
+	return Tables{Agents: agents, Identities: agents + "_identities"}, nil
+}

@@ -1,0 +1,97 @@
+package limiter
+
+import (
+	"database/sql"
+	"fmt"
+	"sync"
+
+	"gorm.io/gorm"
+	"gorm.io/gorm/clause"
+
+	"github.com/legion-gorm/legion/internal/database"
+	"github.com/legion-gorm/legion/internal/fault"
+	"github.com/legion-gorm/legion/models"
+)
+
+// An application that runs no more than db.AutoMigrate(&models.LegionAgent{}) has no
+// registry. The first call makes it.
+
+// seenRegistries remembers where the registry was seen by a transaction that had not
+// made it itself, since one that makes it may still be rolled back.
+var seenRegistries sync.Map // registryKey -> struct{}
+
+type registryKey struct {
+	pool  database.Pool
+	table string
+}
+
+func (c *call) registryKey() registryKey {
+	return registryKey{database.PoolOf(c.db), c.tables.Identities}
+}
+
+func (c *call) forgetRegistry() { seenRegistries.Delete(c.registryKey()) }
+
+// ensureRegistry makes the registry if it is missing. It reports whether it relied on
+// its memory.
+func (c *call) ensureRegistry() (remembered bool, err error) {
+	key := c.registryKey()
+	if _, ok := seenRegistries.Load(key); ok {
+		return true, nil
+	}
+
+	agents, identities, err := c.findTables(c.db)
+	if err != nil {
+		return false, err
+	}
+
+	if !agents {
+		return false, fmt.Errorf("%w: the agents' table is missing: call legion.Migrate(db) at start-up", fault.ErrNotMigrated)
+	}
+
+	if identities {
+		if _, known := seenRegistries.LoadOrStore(key, struct{}{}); !known && !database.InTransaction(c.db) {
+			database.OnPoolGone(c.db, func(database.Pool) { seenRegistries.Delete(key) })
+		}
+
+		return false, nil
+	}
+
+	if err := c.createRegistry(); err != nil {
+		return false, fmt.Errorf("%w: the table of identities is missing and could not be made: call legion.Migrate(db) "+
+			"with a role that may create tables: %w", fault.ErrNotMigrated, err)
+	}
+
+	return false, nil
+}
+
+// findTables asks in a way that is no error where a table is missing: an error would
+// end the caller's transaction.
+func (c *call) findTables(tx *gorm.DB) (agents, identities bool, err error) {
+	statement := expression("SELECT to_regclass(?) IS NOT NULL, to_regclass(?) IS NOT NULL",
+		tx.Statement.Quote(c.tables.Agents), tx.Statement.Quote(c.tables.Identities))
+	err = database.Query(tx, statement, func(rows *sql.Rows) error { return rows.Scan(&agents, &identities) })
+
+	return agents, identities, err
+}
+
+func (c *call) createRegistry() error {
+	if database.InTransaction(c.db) {
+		return database.InSavepoint(c.db, func(*database.Savepoint) error { return c.createRegistryIn(c.db) })
+	}
+
+	return database.Transaction(c.db, c.settings.ConnectionTimeout, c.createRegistryIn)
+}
+
+func (c *call) createRegistryIn(tx *gorm.DB) error {
+	// Two that create one table at once fail on each other, even with IF NOT EXISTS.
+	lock := clause.Expr{SQL: "SELECT pg_advisory_xact_lock(?::bigint)", Vars: []any{hashKey(registryKind)}, WithoutParentheses: true}
+	if _, err := database.Exec(tx, lock); err != nil {
+		return err
+	}
+
+	if _, identities, err := c.findTables(tx); err != nil || identities {
+		return err
+	}
+
+	return tx.Table(c.tables.Identities).Migrator().CreateTable(&models.LegionIdentity{})
+}

@@ -1,0 +1,241 @@
+package limiter
+
+import (
+	"database/sql"
+	"encoding/json"
+	"math"
+	"strings"
+	"time"
+
+	"gorm.io/gorm"
+	"gorm.io/gorm/clause"
+
+	"github.com/legion-gorm/legion/internal/database"
+	"github.com/legion-gorm/legion/internal/usagesql"
+	"github.com/legion-gorm/legion/models"
+)
+
+// updatedSlack is how far the updated_at of a row may lag behind its newest usage
+// without that usage being missed. The store keeps them together; the slack is for an
+// application that updates columns of its own through GORM, which stamps updated_at
+// with the clock of the application's machine.
+const updatedSlack = 5 * time.Minute
+
+// A measurement is one snapshot of the caller's row and of every rule's group, with
+// one reading of the database's clock.
+type measurement struct {
+	now    time.Time
+	own    ownRow
+	groups []group
+}
+
+// ownRow is the caller's row as it was before the call.
+type ownRow struct {
+	known     bool
+	startedAt sql.NullTime
+
+	// unchanged says that the row is not deleted and has the merged identity already.
+	unchanged bool
+
+	// live says that a turn holds the row: its run and its lease are not ours.
+	live bool
+}
+
+// startedAfter reports whether the agent counts as started within a window that
+// begins at the given time. A new agent starts now.
+func (o ownRow) startedAfter(begin time.Time) bool {
+	return !o.startedAt.Valid || o.startedAt.Time.After(begin)
+}
+
+// A group is what the other agents of a rule's group use, and for tokens and evals
+// what the caller has used before.
+type group struct {
+	rule preparedRule
+
+	// agents started within the window; counting stops one past the limit.
+	agents int64
+
+	// running hold a slot. expiredRunning of them have an owner whose lease is over:
+	// they count until a verdict has revoked them.
+	running, expiredRunning int64
+
+	// reserved and expiredReserved are the same for reserved tokens.
+	reserved, expiredReserved int64
+
+	tokens, evals int64
+}
+
+// usage is what rule i's group uses with the caller admitted.
+func (m measurement) usage(i int) Usage {
+	group := m.groups[i]
+	policy := group.rule.Policy
+	usage := Usage{Tokens: group.tokens, Evals: group.evals, ReservedTokens: group.reserved}
+
+	if policy.MaxAgents != nil {
+		usage.Agents = group.agents
+		if m.own.startedAfter(m.now.Add(-policy.Window.Truncate(time.Microsecond))) {
+			usage.Agents++
+		}
+	}
+
+	if policy.MaxRunningAgents != nil {
+		usage.RunningAgents = group.running + 1
+	}
+
+	return usage
+}
+
+// measure reads the caller's row and measures every rule, in one statement: one
+// snapshot, taken after the locks are held.
+func (c *call) measure(tx *gorm.DB) (measurement, error) {
+	measured := measurement{groups: make([]group, 0, len(c.rules))}
+
+	err := database.Query(tx, c.measureStatement(), func(rows *sql.Rows) error {
+		group := group{rule: c.rules[len(measured.groups)]}
+
+		err := rows.Scan(
+			&measured.now,
+			&measured.own.known, &measured.own.startedAt, &measured.own.unchanged, &measured.own.live,
+			&group.agents,
+			&group.running, &group.expiredRunning, &group.reserved, &group.expiredReserved,
+			&group.tokens, &group.evals,
+		)
+		measured.groups = append(measured.groups, group)
+
+		return err
+	})
+
+	return measured, err
+}
+
+// measureStatement yields one row for each rule, in their order, each with the
+// caller's row in front.
+//
+// The clock is read once, in a materialized CTE: clock_timestamp() itself in a WHERE
+// would be evaluated for every row and keep the indexes from being used, while a
+// scalar subquery is a parameter to them.
+func (c *call) measureStatement() clause.Expression {
+	groups := make([]any, len(c.rules))
+	for i, rule := range c.rules {
+		groups[i] = c.groupStatement(i, rule)
+	}
+
+	agents := clause.Table{Name: c.tables.Agents}
+
+	return expression(`WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
+SELECT clock.now,
+  own.agent_id IS NOT NULL,
+  own.started_at,
+  coalesce(own.metadata = ? AND own.deleted_at IS NULL, false),
+  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false),
+  measured.agents,
+  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
+  measured.tokens, measured.evals
+FROM clock
+LEFT JOIN ? AS own ON own.agent_id = ?
+CROSS JOIN (
+`+strings.Repeat("?\nUNION ALL\n", len(groups)-1)+`?
+) AS measured
+ORDER BY measured.rule`,
+		append([]any{jsonb(c.merged.text), agents, c.agentID}, groups...)...)
+}
+
+// groupStatement measures what the policy of one rule asks for, and zeros for the
+// rest.
+func (c *call) groupStatement(index int, rule preparedRule) clause.Expression {
+	agents, slots, used := expression("0"), noSlots, noUsage
+
+	if rule.Policy.MaxAgents != nil {
+		agents = c.agentsStatement(rule)
+	}
+
+	if rule.Policy.MaxRunningAgents != nil || rule.Policy.MaxTokens != nil {
+		slots = c.slotsStatement(rule)
+	}
+
+	if rule.Policy.MaxTokens != nil || rule.Policy.MaxEvals != nil {
+		used = c.usageStatement(rule)
+	}
+
+	return expression(`SELECT ?::int AS rule, ? AS agents, slots.*, used.* FROM (?) AS slots CROSS JOIN (?) AS used`,
+		index, agents, slots, used)
+}
+
+var (
+	noSlots = expression(`SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved`)
+	noUsage = expression(`SELECT 0::bigint AS tokens, 0::bigint AS evals`)
+)
+
+// agentsStatement counts the other agents that started within the window, up to one
+// past the limit.
+//
+// The upper bound excludes nothing. It makes the planner, which cannot know the lower
+// one, assume a narrow range instead of a third of the table. The materialized CTE
+// keeps the LIMIT from talking it into a sequential scan that hopes to stop early.
+func (c *call) agentsStatement(rule preparedRule) clause.Expression {
+	limit := min(*rule.Policy.MaxAgents, math.MaxInt64-1) + 1
+
+	return expression(`(WITH started AS MATERIALIZED (
+  SELECT FROM ? AS agent
+  WHERE ? AND agent.agent_id <> ?
+    AND agent.started_at > (SELECT now - ? FROM clock) AND agent.started_at <= 'infinity'
+) SELECT count(*) FROM (SELECT FROM started LIMIT ?::bigint) AS counted)`,
+		clause.Table{Name: c.tables.Agents}, rule.matches(), c.agentID, interval(rule.Policy.Window), limit)
+}
+
+// slotsStatement counts the other agents that hold a slot, and what they reserve.
+//
+// A slot with an owner counts until it is given back or revoked, even when its lease
+// is over: its owner may be renewing it at this moment, unseen. The unowned slot of
+// a bare Enforce is renewed under the identity locks only, so it is free as soon as its
+// lease is over.
+func (c *call) slotsStatement(rule preparedRule) clause.Expression {
+	return expression(`SELECT count(*) AS running,
+    count(*) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)) AS expired_running,
+    ?::bigint AS reserved, ?::bigint AS expired_reserved
+  FROM ? AS agent
+  WHERE ? AND agent.agent_id <> ? AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
+    AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))`,
+		expression(usagesql.Saturate("sum(greatest(0, agent.reserved_tokens))")),
+		expression(usagesql.Saturate("sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock))")),
+		clause.Table{Name: c.tables.Agents}, rule.matches(), c.agentID)
+}
+
+// usageStatement sums what was recorded within the window by the agents of the group,
+// the caller among them, whatever its identity was before.
+//
+// The database may hold usage that is not ours: a column that is no array, elements
+// that are no objects, counts that are no numbers. None of it may raise or lower a sum.
+func (c *call) usageStatement(rule preparedRule) clause.Expression {
+	return expression(`SELECT ?::bigint AS tokens, ?::bigint AS evals
+  FROM ? AS agent
+  CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
+  WHERE (? OR agent.agent_id = ?) AND agent.updated_at > (SELECT now - ? FROM clock) AND agent.updated_at <= 'infinity'
+    AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
+      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - ?) * 1000 FROM clock) ELSE false END`,
+		expression(usagesql.Saturate("sum("+usagesql.Count("entry", "total_tokens")+")")),
+		expression(usagesql.Saturate("sum("+usagesql.Count("entry", "evals")+")")),
+		clause.Table{Name: c.tables.Agents}, rule.matches(), c.agentID,
+		interval(rule.Policy.Window+updatedSlack), interval(rule.Policy.Window))
+}
+
+// matches is the condition that the row "agent" is in the rule's group. Everyone is
+// spelled without containment, which would read the whole GIN index.
+func (r preparedRule) matches() clause.Expression {
+	if r.isEveryone() {
+		return expression("agent.metadata IS NOT NULL")
+	}
+
+	return models.JSONContains("agent.metadata", json.RawMessage(r.text))
+}
+
+// interval binds a duration.
+func interval(duration time.Duration) clause.Expression {
+	return expression("(?::bigint * interval '1 microsecond')", duration.Microseconds())
+}
+
+// expression is SQL text with a ? for each var: a value becomes a parameter, a
+// table a quoted name, an expression its own SQL.
+func expression(query string, vars ...any) clause.Expression {
+	return clause.Expr{SQL: query, Vars: vars}
+}

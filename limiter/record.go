@@ -1,0 +1,50 @@
+package limiter
+
+import (
+	"gorm.io/gorm"
+	"gorm.io/gorm/clause"
+
+	"github.com/legion-gorm/legion/internal/database"
+)
+
+// record writes the admission, and reports whether there was anything to write.
+//
+// Between the measurement and this statement others may still have written to the row,
+// since the store takes no locks but the row's. So the statement decides on the row
+// as it finds it: a start time that is there is kept. And the start time that it would
+// insert is the one that was measured, in case the row was pruned in between.
+func (c *call) record(tx *gorm.DB, own ownRow) (bool, error) {
+	// A live turn keeps its run, its lease and its reservation: it has its slot.
+	takesSlot := c.limitsRunning() && !own.live
+	if own.unchanged && own.startedAt.Valid && !takesSlot {
+		return false, nil
+	}
+
+	values, updates := expression("'idle', NULL"), expression("")
+	if takesSlot {
+		lease := expression("clock_timestamp() + ?", interval(c.settings.Lease))
+		values = expression("'running', ?", lease)
+		updates = expression(", status = 'running', run_id = NULL, reserved_tokens = 0, lease_expires_at = ?", lease)
+	}
+
+	startedAt := expression("clock_timestamp()")
+	if own.startedAt.Valid {
+		startedAt = expression("?::timestamptz", own.startedAt.Time)
+	}
+
+	// updated_at is indexed, so renewing a slot leaves it alone: the update stays
+	// heap-only.
+	updatedAt := expression("clock_timestamp()")
+	if own.unchanged && own.startedAt.Valid {
+		updatedAt = expression("agent.updated_at")
+	}
+
+	_, err := database.Exec(tx, expression(`INSERT INTO ? AS agent
+  (agent_id, metadata, started_at, created_at, updated_at, status, lease_expires_at)
+VALUES (?, ?, ?, clock_timestamp(), clock_timestamp(), ?)
+ON CONFLICT (agent_id) DO UPDATE SET
+  metadata = excluded.metadata, started_at = coalesce(agent.started_at, excluded.started_at), deleted_at = NULL, updated_at = ??`,
+		clause.Table{Name: c.tables.Agents}, c.agentID, jsonb(c.merged.text), startedAt, values, updatedAt, updates))
+
+	return err == nil, err
+}

@@ -1,0 +1,81 @@
+package limiter
+
+// Usage is what a group has used, as far as its policy asks for it: what no limit
+// asks for is not measured and stays 0.
+type Usage struct {
+	// Agents are those that started within the window, with the caller once it is
+	// admitted. On a denial this is a lower bound: counting stops past the limit.
+	Agents int64
+
+	// RunningAgents are those that hold a slot, with the caller once it is admitted.
+	RunningAgents int64
+
+	// Tokens and Evals are the sums that were recorded within the window.
+	Tokens int64
+	Evals  int64
+
+	// ReservedTokens are those that the turns of other agents hold reserved.
+	ReservedTokens int64
+}
+
+// Limit is one of the four limits of a [Policy]. Its text is for people.
+type Limit string
+
+// The limits, named after the fields of Policy.
+const (
+	LimitAgents        Limit = "agents"
+	LimitRunningAgents Limit = "running agents"
+	LimitTokens        Limit = "tokens"
+	LimitEvals         Limit = "evals"
+)
+
+// Quota is one limit of a rule and what is used of it.
+type Quota struct {
+	// Limit says which limit it is.
+	Limit Limit
+
+	// Max is the limit itself.
+	Max int64
+
+	// Used is what counts towards it. For agents and running agents the caller is
+	// included; for tokens, so is what others hold reserved. It may be above Max, for
+	// example after a limit was lowered.
+	Used int64
+}
+
+// Remaining is what is left, at least 0.
+func (q Quota) Remaining() int64 { return max(0, q.Max-q.Used) }
+
+// exceeded reports whether the quota denies an admission. Agents and running agents
+// include the caller, so they may reach the limit; tokens and evals are spent after
+// the admission, so there must be some left.
+func (q Quota) exceeded() bool {
+	switch q.Limit {
+	case LimitAgents, LimitRunningAgents:
+		return q.Used > q.Max || q.Max == 0
+	default:
+		return q.Used >= q.Max
+	}
+}
+
+// RuleState is a rule and what was measured of it.
+type RuleState struct {
+	// Rule is the rule as it was enforced, with the default policy filled in.
+	Rule Rule
+
+	// Usage is what the group uses.
+	Usage Usage
+
+	// Quotas are the limits that the policy sets, in the order agents, running
+	// agents, tokens, evals.
+	Quotas []Quota
+}
+
+// Decision is a verdict that admits.
+type Decision struct {
+	// AgentID is the agent that was admitted.
+	AgentID string
+
+	// Rules are the rules of the call in its order, with what is left of each.
+	Rules []RuleState
+}
