@@ -6,7 +6,6 @@ import (
 
 	"gorm.io/gorm"
 
-	"github.com/legion-gorm/legion/internal/agentid"
 	"github.com/legion-gorm/legion/internal/database"
 	"github.com/legion-gorm/legion/internal/fault"
 	"github.com/legion-gorm/legion/internal/testhook"
@@ -44,7 +43,39 @@ func Enforce(db *gorm.DB, agentID string, rules ...Rule) error {
 // Admit is [Enforce], and says what is left of each rule after the admission. On an
 // error the decision is nil.
 func Admit(db *gorm.DB, agentID string, rules ...Rule) (*Decision, error) {
-	call, err := newCall(db, agentID, rules)
+	decisions, err := admitAll(db, []Admission{{AgentID: agentID, Rules: rules}})
+	if err != nil {
+		return nil, err
+	}
+
+	return decisions[0], nil
+}
+
+// An Admission is an agent that asks to be admitted under its rules.
+type Admission struct {
+	AgentID string
+	Rules   []Rule
+}
+
+// EnforceAll is [Enforce] for several agents at once: all are admitted, or none. Each
+// is measured after those before it, so that two agents of one group count each other.
+//
+// It is the way to admit several agents in one transaction, since it locks for all of
+// them in one pass: Enforces that follow each other in one transaction can deadlock
+// with others. The denial of one, which its AgentID names, denies all. No admissions at
+// all are allowed, and do nothing.
+func EnforceAll(db *gorm.DB, admissions ...Admission) error {
+	if len(admissions) == 0 {
+		return nil
+	}
+
+	_, err := admitAll(db, admissions)
+
+	return err
+}
+
+func admitAll(db *gorm.DB, admissions []Admission) ([]*Decision, error) {
+	call, err := newCall(db, admissions)
 	if err != nil {
 		return nil, err
 	}
@@ -62,9 +93,9 @@ func Admit(db *gorm.DB, agentID string, rules ...Rule) (*Decision, error) {
 	return call.alone()
 }
 
-// A call is one admission on its way to a verdict.
+// A call is one or more requests on their way to a verdict.
 type call struct {
-	request
+	requests []*request
 
 	db       *gorm.DB
 	settings database.Settings
@@ -75,13 +106,9 @@ type call struct {
 // A policyProvider is a plugin that has a default policy.
 type policyProvider interface{ LegionDefaultPolicy() *Policy }
 
-func newCall(db *gorm.DB, agentID string, rules []Rule) (*call, error) {
+func newCall(db *gorm.DB, admissions []Admission) (*call, error) {
 	session, err := database.Session(db)
 	if err != nil {
-		return nil, err
-	}
-
-	if err := agentid.Validate(agentID); err != nil {
 		return nil, err
 	}
 
@@ -90,9 +117,15 @@ func newCall(db *gorm.DB, agentID string, rules []Rule) (*call, error) {
 		defaultPolicy = provider.LegionDefaultPolicy()
 	}
 
-	prepared, merged, err := prepareRules(rules, defaultPolicy)
-	if err != nil {
-		return nil, err
+	requests := make([]*request, len(admissions))
+
+	for i, admission := range admissions {
+		request, err := prepare(admission.AgentID, admission.Rules, defaultPolicy)
+		if err != nil {
+			return nil, err
+		}
+
+		requests[i] = &request
 	}
 
 	settings := database.SettingsOf(session)
@@ -103,7 +136,7 @@ func newCall(db *gorm.DB, agentID string, rules []Rule) (*call, error) {
 	}
 
 	return &call{
-		request:  request{agentID: agentID, rules: prepared, merged: merged},
+		requests: requests,
 		db:       session,
 		settings: settings,
 		tables:   tables,
@@ -112,7 +145,7 @@ func newCall(db *gorm.DB, agentID string, rules []Rule) (*call, error) {
 }
 
 // alone decides in transactions of its own.
-func (c *call) alone() (*Decision, error) {
+func (c *call) alone() ([]*Decision, error) {
 	if c.hooks.RegisterInside {
 		return c.aloneInside()
 	}
@@ -135,7 +168,7 @@ func (c *call) alone() (*Decision, error) {
 		}
 
 		if len(outcome.missing) == 0 {
-			return outcome.decision, nil
+			return outcome.decisions, nil
 		}
 
 		for _, identity := range outcome.missing {
@@ -148,23 +181,23 @@ func (c *call) alone() (*Decision, error) {
 	return nil, errRounds
 }
 
-func (c *call) aloneInside() (decision *Decision, err error) {
+func (c *call) aloneInside() (decisions []*Decision, err error) {
 	err = database.Transaction(c.db, c.settings.ConnectionTimeout, func(tx *gorm.DB) error {
 		inner := *c
 		inner.db = tx
-		decision, err = inner.joined()
+		decisions, err = inner.joined()
 
 		return err
 	})
 
-	return decision, err
+	return decisions, err
 }
 
 // joined decides inside the caller's transaction.
-func (c *call) joined() (decision *Decision, err error) {
+func (c *call) joined() (decisions []*Decision, err error) {
 	err = c.withRegistry(func() error {
 		return database.InSavepoint(c.db, func(point *database.Savepoint) error {
-			decision, err = c.decideInside(point)
+			decisions, err = c.decideInside(point)
 
 			return err
 		})
@@ -173,10 +206,10 @@ func (c *call) joined() (decision *Decision, err error) {
 		return nil, err
 	}
 
-	return decision, nil
+	return decisions, nil
 }
 
-func (c *call) decideInside(point *database.Savepoint) (*Decision, error) {
+func (c *call) decideInside(point *database.Savepoint) ([]*Decision, error) {
 	// Everything that was found missing so far: starting again undoes the
 	// registrations of the rounds before.
 	var registering []document
@@ -195,10 +228,10 @@ func (c *call) decideInside(point *database.Savepoint) (*Decision, error) {
 		}
 
 		if len(outcome.missing) == 0 {
-			return outcome.decision, nil
+			return outcome.decisions, nil
 		}
 
-		registering = union(registering, outcome.missing)
+		registering = distinct(append(registering, outcome.missing...))
 
 		if err := point.Restart(); err != nil {
 			return nil, err
@@ -210,7 +243,7 @@ func (c *call) decideInside(point *database.Savepoint) (*Decision, error) {
 
 // An outcome is what one pass through the protocol came to, if not to a denial.
 type outcome struct {
-	decision *Decision
+	decisions []*Decision
 
 	// missing are identities of the call that must be registered before it can pass.
 	missing []document
@@ -259,75 +292,73 @@ func (c *call) decideLocked(tx *gorm.DB) (outcome, error) {
 		return outcome{}, err
 	}
 
-	measurement, err := c.measure(tx)
-	if err != nil {
-		return outcome{}, err
-	}
-
-	revoked := false
-
-	if c.deniesButForExpired(measurement) {
-		if revoked, err = c.revoke(tx, measurement); err != nil {
-			return outcome{}, err
-		}
-
-		if measurement, err = c.measure(tx); err != nil {
+	if len(c.requests) > 1 && c.mayRevoke() {
+		// A later request cannot wait for its row any more once an earlier one is recorded.
+		if err := c.lockOwnRows(tx); err != nil {
 			return outcome{}, err
 		}
 	}
 
-	c.hooks.Reach(testhook.Measured)
+	decided := outcome{decisions: make([]*Decision, len(c.requests)), missing: missing}
 
-	// A denial needs no registration: it changes nothing, so it is right in any
-	// snapshot. So a first use that is denied leaves nothing behind.
-	if err := c.verdict(measurement); err != nil {
-		return outcome{}, err
+	for i, request := range c.requests {
+		measurement, revoked, err := c.measureRevoking(tx, request)
+		if err != nil {
+			return outcome{}, err
+		}
+
+		c.hooks.Reach(testhook.Measured)
+
+		// A denial needs no registration: it changes nothing, so it is right in any
+		// snapshot. So a first use that is denied leaves nothing behind.
+		if err := measurement.denial(request); err != nil {
+			return outcome{}, err
+		}
+
+		if len(missing) > 0 && len(c.requests) == 1 {
+			return outcome{missing: missing}, nil
+		}
+
+		recorded, err := c.record(tx, request, measurement.own)
+		if err != nil {
+			return outcome{}, err
+		}
+
+		decided.wrote = decided.wrote || recorded || revoked
+		decided.decisions[i] = measurement.decision(request)
 	}
 
 	if len(missing) > 0 {
 		return outcome{missing: missing}, nil
 	}
 
-	wrote, err := c.record(tx, measurement.own)
-	if err != nil {
-		return outcome{}, err
-	}
-
 	c.hooks.Reach(testhook.Recorded)
 
-	return outcome{decision: c.decision(measurement), wrote: wrote || revoked}, nil
+	return decided, nil
 }
 
-// verdict returns the denial of the first rule that is violated.
-func (c *call) verdict(measurement measurement) error {
-	for i, rule := range c.rules {
-		usage := measurement.usage(i)
+// measureRevoking measures the request, and where slots or reservations whose lease is
+// over would deny it, takes them first. It reports whether it took any.
+func (c *call) measureRevoking(tx *gorm.DB, request *request) (measurement, bool, error) {
+	measured, err := c.measure(tx, request)
+	if err != nil || !measured.deniesButForExpired() {
+		return measured, false, err
+	}
 
-		var violations []Quota
-
-		for _, quota := range rule.Policy.quotas(usage) {
-			if quota.exceeded() {
-				violations = append(violations, quota)
-			}
-		}
-
-		if len(violations) > 0 {
-			return &ExceededError{AgentID: c.agentID, Rule: rule.Rule, RuleIndex: i, Usage: usage, Violations: violations}
+	if len(c.requests) == 1 {
+		if err := c.lockOwnRows(tx); err != nil {
+			return measurement{}, false, err
 		}
 	}
 
-	return nil
-}
-
-func (c *call) decision(measurement measurement) *Decision {
-	states := make([]RuleState, len(c.rules))
-
-	for i, rule := range c.rules {
-		usage := measurement.usage(i)
-		states[i] = RuleState{Rule: rule.Rule, Usage: usage, Quotas: rule.Policy.quotas(usage)}
+	revoked, err := c.revoke(tx, request, measured)
+	if err != nil {
+		return measurement{}, false, err
 	}
 
-	return &Decision{AgentID: c.agentID, Rules: states}
+	measured, err = c.measure(tx, request)
+
+	return measured, revoked, err
 }
 
 // withRegistry runs body once the registry is there. A database whose tables were

@@ -101,6 +101,22 @@ func (d document) subsets() []document {
 	return all
 }
 
+// distinct drops what stands there twice, and keeps the order.
+func distinct(documents []document) []document {
+	if len(documents) < 2 {
+		return documents
+	}
+
+	seen := make(map[string]bool, len(documents))
+
+	return slices.DeleteFunc(documents, func(document document) bool {
+		known := seen[document.text]
+		seen[document.text] = true
+
+		return known
+	})
+}
+
 var (
 	errIdentityNil    = errors.New("the identity is nil: name the group that the rule limits, or say limiter.Everyone()")
 	errIdentityFields = fmt.Errorf("the identity has more than %d fields: drop those that limit nothing", MaxFields)

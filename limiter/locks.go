@@ -1,6 +1,7 @@
 package limiter
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"database/sql"
 	"encoding/binary"
@@ -40,6 +41,9 @@ import (
 //  3. Revocation of expired slots, where they decide the verdict: revoke.go.
 //  4. Measuring all rules, in one statement.
 //  5. Recording the agent, if all rules allow.
+//
+// A call for several agents (EnforceAll) takes the locks of steps 1 and 2 for all of
+// them together, and then does the rest for one after the other.
 //
 // An own identity that step 2 does not find is registered (register.go) under an
 // exclusive lock on one of its fields, and the call starts again.
@@ -132,12 +136,14 @@ func fieldKey(field field) int64 { return hashKey(fieldKind, field.name, field.v
 // lockKeys returns the advisory locks of a call in the order in which they are
 // taken. The fields of exclusiveFields are locked in the stronger mode at once, since
 // upgrading a shared lock could deadlock.
-func lockKeys(request *request, exclusiveFields []field, hooks *testhook.Hooks) []lockKey {
+func (c *call) lockKeys(exclusiveFields []field) []lockKey {
 	modes := make(map[int64]bool, MaxFields+1)
 
-	if !hooks.WithoutFieldLocks {
-		for _, field := range request.merged.fields {
-			modes[fieldKey(field)] = false
+	if !c.hooks.WithoutFieldLocks {
+		for _, request := range c.requests {
+			for _, field := range request.merged.fields {
+				modes[fieldKey(field)] = false
+			}
 		}
 
 		for _, field := range exclusiveFields {
@@ -145,8 +151,10 @@ func lockKeys(request *request, exclusiveFields []field, hooks *testhook.Hooks) 
 		}
 	}
 
-	if !hooks.WithoutAgentLock {
-		modes[hashKey(agentKind, request.agentID)] = true
+	if !c.hooks.WithoutAgentLock {
+		for _, request := range c.requests {
+			modes[hashKey(agentKind, request.agentID)] = true
+		}
 	}
 
 	keys := make([]lockKey, 0, len(modes))
@@ -154,20 +162,9 @@ func lockKeys(request *request, exclusiveFields []field, hooks *testhook.Hooks) 
 		keys = append(keys, lockKey{key, exclusive})
 	}
 
-	slices.SortFunc(keys, func(a, b lockKey) int { return compareKeys(a.key, b.key) })
+	slices.SortFunc(keys, func(a, b lockKey) int { return cmp.Compare(a.key, b.key) })
 
 	return keys
-}
-
-func compareKeys(a, b int64) int {
-	switch {
-	case a < b:
-		return -1
-	case a > b:
-		return 1
-	default:
-		return 0
-	}
 }
 
 // lockStatement takes the locks in the order of the keys: PostgreSQL evaluates a
@@ -195,7 +192,7 @@ func lockStatement(keys []lockKey) clause.Expr {
 func (c *call) lockFields(tx *gorm.DB, exclusiveFields []field) error {
 	var keys []lockKey
 	if !c.hooks.WithoutLocks {
-		keys = lockKeys(&c.request, exclusiveFields, c.hooks)
+		keys = c.lockKeys(exclusiveFields)
 	}
 
 	var isolation string
@@ -224,20 +221,28 @@ func (c *call) lockFields(tx *gorm.DB, exclusiveFields []field) error {
 	return nil
 }
 
+// own are the identities that the call checks.
+func (c *call) own() []document {
+	var own []document
+	for _, request := range c.requests {
+		own = append(own, request.identities()...)
+	}
+
+	return distinct(own)
+}
+
 // candidates are the identities whose rows step 2 locks where they exist.
 func (c *call) candidates() []document {
-	candidates := c.request.merged.subsets()
 	if c.hooks.OwnIdentitiesOnly {
-		return c.request.own()
+		return c.own()
 	}
 
-	for _, rule := range c.request.rules {
-		if rule.isEveryone() {
-			return append(candidates, rule.document)
-		}
+	var candidates []document
+	for _, request := range c.requests {
+		candidates = append(candidates, request.contained()...)
 	}
 
-	return candidates
+	return distinct(candidates)
 }
 
 // lockIdentities takes the identity locks, step 2, and returns those of the call's
@@ -250,7 +255,7 @@ func (c *call) lockIdentities(tx *gorm.DB) (missing []document, err error) {
 		texts[i] = jsonb(candidate.text)
 	}
 
-	query := tx.Table(c.tables.Identities).
+	query := tx.Table("?", clause.Table{Name: c.tables.Identities}).
 		Select("identity").
 		Where(clause.IN{Column: clause.Column{Name: "identity"}, Values: texts})
 
@@ -279,7 +284,7 @@ func (c *call) lockIdentities(tx *gorm.DB) (missing []document, err error) {
 		return nil, err
 	}
 
-	for _, own := range c.request.own() {
+	for _, own := range c.own() {
 		if !registered[own.text] {
 			missing = append(missing, own)
 		}

@@ -3,6 +3,7 @@ package limiter
 import (
 	"database/sql"
 	"encoding/json"
+	"fmt"
 	"math"
 	"strings"
 	"time"
@@ -69,7 +70,8 @@ type group struct {
 func (m measurement) usage(i int) Usage {
 	group := m.groups[i]
 	policy := group.rule.Policy
-	usage := Usage{Tokens: group.tokens, Evals: group.evals, ReservedTokens: group.reserved}
+
+	var usage Usage
 
 	if policy.MaxAgents != nil {
 		usage.Agents = group.agents
@@ -82,16 +84,56 @@ func (m measurement) usage(i int) Usage {
 		usage.RunningAgents = group.running + 1
 	}
 
+	if policy.MaxTokens != nil {
+		usage.Tokens, usage.ReservedTokens = group.tokens, group.reserved
+	}
+
+	if policy.MaxEvals != nil {
+		usage.Evals = group.evals
+	}
+
 	return usage
+}
+
+// denial returns the denial of the first rule that is violated, or nil.
+func (m measurement) denial(request *request) error {
+	for i, group := range m.groups {
+		usage := m.usage(i)
+
+		var violations []Quota
+
+		for _, quota := range group.rule.Policy.quotas(usage) {
+			if quota.exceeded() {
+				violations = append(violations, quota)
+			}
+		}
+
+		if len(violations) > 0 {
+			return &ExceededError{AgentID: request.agentID, Rule: group.rule.Rule, RuleIndex: i, Usage: usage, Violations: violations}
+		}
+	}
+
+	return nil
+}
+
+func (m measurement) decision(request *request) *Decision {
+	states := make([]RuleState, len(m.groups))
+
+	for i, group := range m.groups {
+		usage := m.usage(i)
+		states[i] = RuleState{Rule: group.rule.Rule, Usage: usage, Quotas: group.rule.Policy.quotas(usage)}
+	}
+
+	return &Decision{AgentID: request.agentID, Rules: states}
 }
 
 // measure reads the caller's row and measures every rule, in one statement: one
 // snapshot, taken after the locks are held.
-func (c *call) measure(tx *gorm.DB) (measurement, error) {
-	measured := measurement{groups: make([]group, 0, len(c.rules))}
+func (c *call) measure(tx *gorm.DB, request *request) (measurement, error) {
+	measured := measurement{groups: make([]group, 0, len(request.rules))}
 
-	err := database.Query(tx, c.measureStatement(), func(rows *sql.Rows) error {
-		group := group{rule: c.rules[len(measured.groups)]}
+	err := database.Query(tx, c.measureStatement(request), func(rows *sql.Rows) error {
+		group := group{rule: request.rules[len(measured.groups)]}
 
 		err := rows.Scan(
 			&measured.now,
@@ -114,10 +156,10 @@ func (c *call) measure(tx *gorm.DB) (measurement, error) {
 // The clock is read once, in a materialized CTE: clock_timestamp() itself in a WHERE
 // would be evaluated for every row and keep the indexes from being used, while a
 // scalar subquery is a parameter to them.
-func (c *call) measureStatement() clause.Expression {
-	groups := make([]any, len(c.rules))
-	for i, rule := range c.rules {
-		groups[i] = c.groupStatement(i, rule)
+func (c *call) measureStatement(request *request) clause.Expression {
+	groups := make([]any, len(request.rules))
+	for i, rule := range request.rules {
+		groups[i] = c.groupStatement(i, rule, request.agentID)
 	}
 
 	agents := clause.Table{Name: c.tables.Agents}
@@ -137,24 +179,24 @@ CROSS JOIN (
 `+strings.Repeat("?\nUNION ALL\n", len(groups)-1)+`?
 ) AS measured
 ORDER BY measured.rule`,
-		append([]any{jsonb(c.merged.text), agents, c.agentID}, groups...)...)
+		append([]any{jsonb(request.merged.text), agents, request.agentID}, groups...)...)
 }
 
 // groupStatement measures what the policy of one rule asks for, and zeros for the
 // rest.
-func (c *call) groupStatement(index int, rule preparedRule) clause.Expression {
+func (c *call) groupStatement(index int, rule preparedRule, agentID string) clause.Expression {
 	agents, slots, used := expression("0"), noSlots, noUsage
 
 	if rule.Policy.MaxAgents != nil {
-		agents = c.agentsStatement(rule)
+		agents = c.agentsStatement(rule, agentID)
 	}
 
 	if rule.Policy.MaxRunningAgents != nil || rule.Policy.MaxTokens != nil {
-		slots = c.slotsStatement(rule)
+		slots = c.slotsStatement(rule, agentID)
 	}
 
 	if rule.Policy.MaxTokens != nil || rule.Policy.MaxEvals != nil {
-		used = c.usageStatement(rule)
+		used = c.usageStatement(rule, agentID)
 	}
 
 	return expression(`SELECT ?::int AS rule, ? AS agents, slots.*, used.* FROM (?) AS slots CROSS JOIN (?) AS used`,
@@ -169,18 +211,21 @@ var (
 // agentsStatement counts the other agents that started within the window, up to one
 // past the limit.
 //
-// The upper bound excludes nothing. It makes the planner, which cannot know the lower
-// one, assume a narrow range instead of a third of the table. The materialized CTE
-// keeps the LIMIT from talking it into a sequential scan that hopes to stop early.
-func (c *call) agentsStatement(rule preparedRule) clause.Expression {
+// The bound on now(), the start of the transaction, lies behind the exact one and so
+// excludes nothing. It is for the planner, which can estimate it, and so choose between
+// the index on started_at, for a short window or a large group, and the one on metadata.
+// The materialized CTE keeps the LIMIT from talking it into a scan that hopes to stop
+// early.
+func (c *call) agentsStatement(rule preparedRule, agentID string) clause.Expression {
 	limit := min(*rule.Policy.MaxAgents, math.MaxInt64-1) + 1
+	window := interval(rule.Policy.Window)
 
 	return expression(`(WITH started AS MATERIALIZED (
   SELECT FROM ? AS agent
   WHERE ? AND agent.agent_id <> ?
-    AND agent.started_at > (SELECT now - ? FROM clock) AND agent.started_at <= 'infinity'
+    AND agent.started_at > (SELECT now - ? FROM clock) AND agent.started_at > now() - ?
 ) SELECT count(*) FROM (SELECT FROM started LIMIT ?::bigint) AS counted)`,
-		clause.Table{Name: c.tables.Agents}, rule.matches(), c.agentID, interval(rule.Policy.Window), limit)
+		clause.Table{Name: c.tables.Agents}, rule.matches(), agentID, window, window, limit)
 }
 
 // slotsStatement counts the other agents that hold a slot, and what they reserve.
@@ -189,7 +234,7 @@ func (c *call) agentsStatement(rule preparedRule) clause.Expression {
 // is over: its owner may be renewing it at this moment, unseen. The unowned slot of
 // a bare Enforce is renewed under the identity locks only, so it is free as soon as its
 // lease is over.
-func (c *call) slotsStatement(rule preparedRule) clause.Expression {
+func (c *call) slotsStatement(rule preparedRule, agentID string) clause.Expression {
 	return expression(`SELECT count(*) AS running,
     count(*) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)) AS expired_running,
     ?::bigint AS reserved, ?::bigint AS expired_reserved
@@ -198,7 +243,7 @@ func (c *call) slotsStatement(rule preparedRule) clause.Expression {
     AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))`,
 		expression(usagesql.Saturate("sum(greatest(0, agent.reserved_tokens))")),
 		expression(usagesql.Saturate("sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock))")),
-		clause.Table{Name: c.tables.Agents}, rule.matches(), c.agentID)
+		clause.Table{Name: c.tables.Agents}, rule.matches(), agentID)
 }
 
 // usageStatement sums what was recorded within the window by the agents of the group,
@@ -206,16 +251,16 @@ func (c *call) slotsStatement(rule preparedRule) clause.Expression {
 //
 // The database may hold usage that is not ours: a column that is no array, elements
 // that are no objects, counts that are no numbers. None of it may raise or lower a sum.
-func (c *call) usageStatement(rule preparedRule) clause.Expression {
+func (c *call) usageStatement(rule preparedRule, agentID string) clause.Expression {
 	return expression(`SELECT ?::bigint AS tokens, ?::bigint AS evals
   FROM ? AS agent
   CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
-  WHERE (? OR agent.agent_id = ?) AND agent.updated_at > (SELECT now - ? FROM clock) AND agent.updated_at <= 'infinity'
+  WHERE (? OR agent.agent_id = ?) AND agent.updated_at > now() - ?
     AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
       THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - ?) * 1000 FROM clock) ELSE false END`,
 		expression(usagesql.Saturate("sum("+usagesql.Count("entry", "total_tokens")+")")),
 		expression(usagesql.Saturate("sum("+usagesql.Count("entry", "evals")+")")),
-		clause.Table{Name: c.tables.Agents}, rule.matches(), c.agentID,
+		clause.Table{Name: c.tables.Agents}, rule.matches(), agentID,
 		interval(rule.Policy.Window+updatedSlack), interval(rule.Policy.Window))
 }
 
@@ -229,9 +274,10 @@ func (r preparedRule) matches() clause.Expression {
 	return models.JSONContains("agent.metadata", json.RawMessage(r.text))
 }
 
-// interval binds a duration.
+// interval is a duration as a constant. A parameter would leave the planner without an
+// estimate of the window, and an application has few different windows.
 func interval(duration time.Duration) clause.Expression {
-	return expression("(?::bigint * interval '1 microsecond')", duration.Microseconds())
+	return expression(fmt.Sprintf("interval '%d microseconds'", duration.Microseconds()))
 }
 
 // expression is SQL text with a ? for each var: a value becomes a parameter, a

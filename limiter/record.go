@@ -13,9 +13,9 @@ import (
 // since the store takes no locks but the row's. So the statement decides on the row
 // as it finds it: a start time that is there is kept. And the start time that it would
 // insert is the one that was measured, in case the row was pruned in between.
-func (c *call) record(tx *gorm.DB, own ownRow) (bool, error) {
+func (c *call) record(tx *gorm.DB, request *request, own ownRow) (bool, error) {
 	// A live turn keeps its run, its lease and its reservation: it has its slot.
-	takesSlot := c.limitsRunning() && !own.live
+	takesSlot := request.limitsRunning() && !own.live
 	if own.unchanged && own.startedAt.Valid && !takesSlot {
 		return false, nil
 	}
@@ -44,7 +44,7 @@ func (c *call) record(tx *gorm.DB, own ownRow) (bool, error) {
 VALUES (?, ?, ?, clock_timestamp(), clock_timestamp(), ?)
 ON CONFLICT (agent_id) DO UPDATE SET
   metadata = excluded.metadata, started_at = coalesce(agent.started_at, excluded.started_at), deleted_at = NULL, updated_at = ??`,
-		clause.Table{Name: c.tables.Agents}, c.agentID, jsonb(c.merged.text), startedAt, values, updatedAt, updates))
+		clause.Table{Name: c.tables.Agents}, request.agentID, jsonb(request.merged.text), startedAt, values, updatedAt, updates))
 
 	return err == nil, err
 }

@@ -127,15 +127,3 @@ func (c *call) insertIdentities(tx *gorm.DB, identities []document) error {
 
 	return nil
 }
-
-// union adds the identities that are not there yet.
-func union(identities, more []document) []document {
-	for _, candidate := range more {
-		known := slices.ContainsFunc(identities, func(identity document) bool { return identity.text == candidate.text })
-		if !known {
-			identities = append(identities, candidate)
-		}
-	}
-
-	return identities
-}

@@ -16,14 +16,47 @@ const lockingNoKeyUpdate = "NO KEY UPDATE"
 
 // deniesButForExpired reports whether a limit that is violated counts a slot or a
 // reservation whose lease is over.
-func (c *call) deniesButForExpired(measurement measurement) bool {
-	for i, rule := range c.rules {
-		group := measurement.groups[i]
-
-		for _, quota := range rule.Policy.quotas(measurement.usage(i)) {
+func (m measurement) deniesButForExpired() bool {
+	for i, group := range m.groups {
+		for _, quota := range group.rule.Policy.quotas(m.usage(i)) {
 			expired := quota.Limit == LimitRunningAgents && group.expiredRunning > 0 ||
 				quota.Limit == LimitTokens && group.expiredReserved > 0
 			if expired && quota.exceeded() {
+				return true
+			}
+		}
+	}
+
+	return false
+}
+
+// lockOwnRows locks the rows of the call's own agents, in their order.
+//
+// Two calls that revoke could each wait for a row that the other has locked, if their
+// own rows are among those that expired. So each first locks its own, while it holds
+// no other row of the table, and only then those of others, which it does not wait
+// for.
+func (c *call) lockOwnRows(tx *gorm.DB) error {
+	agentIDs := make([]any, len(c.requests))
+	for i, request := range c.requests {
+		agentIDs[i] = request.agentID
+	}
+
+	query := tx.Table("?", clause.Table{Name: c.tables.Agents}).
+		Select("agent_id").
+		Where(clause.IN{Column: clause.Column{Name: "agent_id"}, Values: agentIDs}).
+		Order("agent_id").
+		Clauses(clause.Locking{Strength: lockingNoKeyUpdate})
+
+	return database.Find(query, func(*sql.Rows) error { return nil })
+}
+
+// mayRevoke reports whether a request of the call has a limit that an expired slot or
+// reservation can violate.
+func (c *call) mayRevoke() bool {
+	for _, request := range c.requests {
+		for _, rule := range request.rules {
+			if rule.Policy.MaxRunningAgents != nil || rule.Policy.MaxTokens != nil {
 				return true
 			}
 		}
@@ -40,23 +73,15 @@ func (c *call) deniesButForExpired(measurement measurement) bool {
 // turn's renewal fail, since that needs an unexpired lease. A row that is locked is
 // passed over: its holder may be that very renewal, so it counts as held.
 //
-// Two calls that revoke could each wait for a row that the other has locked, if their
-// own rows are among those that expired. So each first locks its own row, while it
-// holds no other row of the table, and only then those of others, which it does not
-// wait for.
-func (c *call) revoke(tx *gorm.DB, measurement measurement) (bool, error) {
+// Own rows are locked before: see lockOwnRows.
+func (c *call) revoke(tx *gorm.DB, request *request, measurement measurement) (bool, error) {
 	agents := clause.Table{Name: c.tables.Agents}
-
-	_, err := database.Exec(tx, expression("SELECT FROM ? WHERE agent_id = ? FOR NO KEY UPDATE", agents, c.agentID))
-	if err != nil {
-		return false, err
-	}
 
 	var matching []clause.Expression
 
-	for i, rule := range c.rules {
-		if group := measurement.groups[i]; group.expiredRunning > 0 || group.expiredReserved > 0 {
-			matching = append(matching, rule.matches())
+	for _, group := range measurement.groups {
+		if group.expiredRunning > 0 || group.expiredReserved > 0 {
+			matching = append(matching, group.rule.matches())
 		}
 	}
 
@@ -64,13 +89,13 @@ func (c *call) revoke(tx *gorm.DB, measurement measurement) (bool, error) {
 
 	query := tx.Table("? AS agent", agents).
 		Select("agent_id").
-		Where("agent.agent_id <> ? AND agent.status = 'running' AND agent.run_id IS NOT NULL", c.agentID).
+		Where("agent.agent_id <> ? AND agent.status = 'running' AND agent.run_id IS NOT NULL", request.agentID).
 		Where("agent.lease_expires_at <= (SELECT clock_timestamp())").
 		Where(clause.Or(matching...)).
 		Order("agent_id").
 		Clauses(clause.Locking{Strength: lockingNoKeyUpdate, Options: clause.LockingOptionsSkipLocked})
 
-	err = database.Find(query, func(rows *sql.Rows) error {
+	err := database.Find(query, func(rows *sql.Rows) error {
 		var agentID string
 		err := rows.Scan(&agentID)
 		expired = append(expired, agentID)

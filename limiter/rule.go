@@ -6,6 +6,7 @@ import (
 	"math"
 	"time"
 
+	"github.com/legion-gorm/legion/internal/agentid"
 	"github.com/legion-gorm/legion/internal/fault"
 )
 
@@ -66,8 +67,8 @@ type preparedRule struct {
 	document
 }
 
-// request is a validated call: nothing in it can be refused by the database for
-// its form.
+// A request is one agent that asks to be admitted, validated: nothing in it can be
+// refused by the database for its form.
 type request struct {
 	agentID string
 	rules   []preparedRule
@@ -84,32 +85,46 @@ func (r *request) limitsRunning() bool {
 	return false
 }
 
-// own returns the distinct identities of the rules.
-func (r *request) own() []document {
-	seen := make(map[string]bool, len(r.rules))
-	own := make([]document, 0, len(r.rules))
+// identities returns those of the rules.
+func (r *request) identities() []document {
+	identities := make([]document, len(r.rules))
+	for i, rule := range r.rules {
+		identities[i] = rule.document
+	}
+
+	return identities
+}
+
+// contained returns every identity whose group the agent joins and that a checker of
+// that group would lock: all that the merged identity contains, and Everyone if a rule
+// checks it.
+func (r *request) contained() []document {
+	contained := r.merged.subsets()
 
 	for _, rule := range r.rules {
-		if !seen[rule.text] {
-			seen[rule.text] = true
-
-			own = append(own, rule.document)
+		if rule.isEveryone() {
+			return append(contained, rule.document)
 		}
 	}
 
-	return own
+	return contained
 }
 
 var errNoRules = fmt.Errorf("%w: there are no rules: pass at least one, or do not call Enforce for an agent without limits", fault.ErrInvalidRule)
 
-// prepare validates a call. defaultPolicy is nil where the plugin has none.
-func prepareRules(rules []Rule, defaultPolicy *Policy) ([]preparedRule, document, error) {
+// prepare validates one agent and its rules. defaultPolicy is nil where the plugin has
+// none.
+func prepare(agentID string, rules []Rule, defaultPolicy *Policy) (request, error) {
+	if err := agentid.Validate(agentID); err != nil {
+		return request{}, err
+	}
+
 	if len(rules) == 0 {
-		return nil, document{}, errNoRules
+		return request{}, errNoRules
 	}
 
 	if len(rules) > MaxRules {
-		return nil, document{}, fmt.Errorf("%w: there are %d rules: the limit is %d", fault.ErrInvalidRule, len(rules), MaxRules)
+		return request{}, fmt.Errorf("%w: there are %d rules: the limit is %d", fault.ErrInvalidRule, len(rules), MaxRules)
 	}
 
 	prepared := make([]preparedRule, len(rules))
@@ -118,16 +133,16 @@ func prepareRules(rules []Rule, defaultPolicy *Policy) ([]preparedRule, document
 	for i, rule := range rules {
 		document, err := rule.Identity.canonical()
 		if err != nil {
-			return nil, document, invalid(rules, i, err)
+			return request{}, invalid(rules, i, err)
 		}
 
 		if rule.Policy, err = rule.Policy.resolve(defaultPolicy); err != nil {
-			return nil, document, invalid(rules, i, err)
+			return request{}, invalid(rules, i, err)
 		}
 
 		for _, field := range document.fields {
 			if value, ok := values[field.name]; ok && value != field.value {
-				return nil, document, invalid(rules, i, fmt.Errorf("identity field %q has another value than in an earlier rule: "+
+				return request{}, invalid(rules, i, fmt.Errorf("identity field %q has another value than in an earlier rule: "+
 					"an agent has one value for a field, so use another field name", field.name))
 			}
 
@@ -139,10 +154,10 @@ func prepareRules(rules []Rule, defaultPolicy *Policy) ([]preparedRule, document
 
 	merged, err := merge(values)
 	if err != nil {
-		return nil, document{}, fmt.Errorf("%w: %w", fault.ErrInvalidRule, err)
+		return request{}, fmt.Errorf("%w: %w", fault.ErrInvalidRule, err)
 	}
 
-	return prepared, merged, nil
+	return request{agentID: agentID, rules: prepared, merged: merged}, nil
 }
 
 func merge(values map[string]string) (document, error) {

@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"gorm.io/datatypes"
+	"gorm.io/gorm/schema"
 )
 
 // LegionIdentity is an identity that some rule has used: the registry of the
@@ -20,4 +21,11 @@ type LegionIdentity struct {
 
 	// CreatedAt is when the identity was registered.
 	CreatedAt time.Time `gorm:"column:created_at;type:timestamptz;not null;default:now()"`
+}
+
+// TableName names the registry after the table of [LegionAgent], whatever the
+// NamingStrategy. It is for db.AutoMigrate(legion.Models()...). Where the agents
+// have a model or a table of their own, Legion names the registry after that.
+func (LegionIdentity) TableName(namer schema.Namer) string {
+	return namer.TableName("LegionAgent") + "_identities"
 }
