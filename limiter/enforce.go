@@ -3,6 +3,7 @@ package limiter
 import (
 	"errors"
 	"fmt"
+	"time"
 
 	"gorm.io/gorm"
 
@@ -80,17 +81,24 @@ func admitAll(db *gorm.DB, admissions []Admission) ([]*Decision, error) {
 		return nil, err
 	}
 
-	if database.InTransaction(call.db) {
-		return call.joined()
+	decisions, err := call.run()
+	call.observe(decisions, err)
+
+	return decisions, err
+}
+
+func (c *call) run() ([]*Decision, error) {
+	if database.InTransaction(c.db) {
+		return c.joined()
 	}
 
-	leave, err := call.queue()
+	leave, err := c.queue()
 	if err != nil {
 		return nil, err
 	}
 	defer leave()
 
-	return call.alone()
+	return c.alone()
 }
 
 // A call is one or more requests on their way to a verdict.
@@ -101,6 +109,13 @@ type call struct {
 	settings database.Settings
 	tables   database.Tables
 	hooks    *testhook.Hooks
+
+	// denied is the request that was denied, for the observer.
+	denied *request
+
+	// began and locked are when the call began, and when it last held its locks, for
+	// the observer.
+	began, locked time.Time
 }
 
 // A policyProvider is a plugin that has a default policy.
@@ -117,6 +132,7 @@ func newCall(db *gorm.DB, admissions []Admission) (*call, error) {
 		defaultPolicy = provider.LegionDefaultPolicy()
 	}
 
+	settings := database.SettingsOf(session)
 	requests := make([]*request, len(admissions))
 
 	for i, admission := range admissions {
@@ -125,10 +141,12 @@ func newCall(db *gorm.DB, admissions []Admission) (*call, error) {
 			return nil, err
 		}
 
+		if settings.WithoutUsage && request.limitsUsage() {
+			return nil, errWithoutUsage
+		}
+
 		requests[i] = &request
 	}
-
-	settings := database.SettingsOf(session)
 
 	tables, err := database.TablesOf(session, settings)
 	if err != nil {
@@ -141,6 +159,7 @@ func newCall(db *gorm.DB, admissions []Admission) (*call, error) {
 		settings: settings,
 		tables:   tables,
 		hooks:    testhook.From(session.Statement.Context),
+		began:    time.Now(),
 	}, nil
 }
 
@@ -292,6 +311,8 @@ func (c *call) decideLocked(tx *gorm.DB) (outcome, error) {
 		return outcome{}, err
 	}
 
+	c.locked = time.Now()
+
 	if len(c.requests) > 1 && c.mayRevoke() {
 		// A later request cannot wait for its row any more once an earlier one is recorded.
 		if err := c.lockOwnRows(tx); err != nil {
@@ -311,8 +332,11 @@ func (c *call) decideLocked(tx *gorm.DB) (outcome, error) {
 
 		// A denial needs no registration: it changes nothing, so it is right in any
 		// snapshot. So a first use that is denied leaves nothing behind.
-		if err := measurement.denial(request); err != nil {
-			return outcome{}, err
+		if denial := measurement.denial(request); denial != nil {
+			denial.RetryAfter = c.retryAfter(tx, request, denial)
+			c.denied = request
+
+			return outcome{}, denial
 		}
 
 		if len(missing) > 0 && len(c.requests) == 1 {

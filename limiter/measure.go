@@ -32,7 +32,6 @@ type measurement struct {
 
 // ownRow is the caller's row as it was before the call.
 type ownRow struct {
-	known     bool
 	startedAt sql.NullTime
 
 	// unchanged says that the row is not deleted and has the merged identity already.
@@ -96,7 +95,7 @@ func (m measurement) usage(i int) Usage {
 }
 
 // denial returns the denial of the first rule that is violated, or nil.
-func (m measurement) denial(request *request) error {
+func (m measurement) denial(request *request) *ExceededError {
 	for i, group := range m.groups {
 		usage := m.usage(i)
 
@@ -137,7 +136,7 @@ func (c *call) measure(tx *gorm.DB, request *request) (measurement, error) {
 
 		err := rows.Scan(
 			&measured.now,
-			&measured.own.known, &measured.own.startedAt, &measured.own.unchanged, &measured.own.live,
+			&measured.own.startedAt, &measured.own.unchanged, &measured.own.live,
 			&group.agents,
 			&group.running, &group.expiredRunning, &group.reserved, &group.expiredReserved,
 			&group.tokens, &group.evals,
@@ -166,7 +165,6 @@ func (c *call) measureStatement(request *request) clause.Expression {
 
 	return expression(`WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
 SELECT clock.now,
-  own.agent_id IS NOT NULL,
   own.started_at,
   coalesce(own.metadata = ? AND own.deleted_at IS NULL, false),
   coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false),
@@ -237,7 +235,7 @@ func (c *call) agentsStatement(rule preparedRule, agentID string) clause.Express
 func (c *call) slotsStatement(rule preparedRule, agentID string) clause.Expression {
 	return expression(`SELECT count(*) AS running,
     count(*) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)) AS expired_running,
-    ?::bigint AS reserved, ?::bigint AS expired_reserved
+    ? AS reserved, ? AS expired_reserved
   FROM ? AS agent
   WHERE ? AND agent.agent_id <> ? AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
     AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))`,
@@ -246,20 +244,25 @@ func (c *call) slotsStatement(rule preparedRule, agentID string) clause.Expressi
 		clause.Table{Name: c.tables.Agents}, rule.matches(), agentID)
 }
 
-// usageStatement sums what was recorded within the window by the agents of the group,
-// the caller among them, whatever its identity was before.
+// usageStatement sums what was recorded within the window.
+func (c *call) usageStatement(rule preparedRule, agentID string) clause.Expression {
+	return expression(`SELECT ? AS tokens, ? AS evals FROM ?`,
+		expression(usagesql.Saturate("sum("+usagesql.Count("entry", "total_tokens")+")")),
+		expression(usagesql.Saturate("sum("+usagesql.Count("entry", "evals")+")")),
+		c.usageWithin(rule, agentID))
+}
+
+// usageWithin is a FROM that yields, as "entry", every entry of usage within the window
+// by the agents of the group, the caller among them, whatever its identity was before.
 //
 // The database may hold usage that is not ours: a column that is no array, elements
 // that are no objects, counts that are no numbers. None of it may raise or lower a sum.
-func (c *call) usageStatement(rule preparedRule, agentID string) clause.Expression {
-	return expression(`SELECT ?::bigint AS tokens, ?::bigint AS evals
-  FROM ? AS agent
+func (c *call) usageWithin(rule preparedRule, agentID string) clause.Expression {
+	return expression(`? AS agent
   CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
   WHERE (? OR agent.agent_id = ?) AND agent.updated_at > now() - ?
     AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
       THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - ?) * 1000 FROM clock) ELSE false END`,
-		expression(usagesql.Saturate("sum("+usagesql.Count("entry", "total_tokens")+")")),
-		expression(usagesql.Saturate("sum("+usagesql.Count("entry", "evals")+")")),
 		clause.Table{Name: c.tables.Agents}, rule.matches(), agentID,
 		interval(rule.Policy.Window+updatedSlack), interval(rule.Policy.Window))
 }

@@ -85,6 +85,16 @@ func (r *request) limitsRunning() bool {
 	return false
 }
 
+func (r *request) limitsUsage() bool {
+	for _, rule := range r.rules {
+		if rule.Policy.MaxTokens != nil || rule.Policy.MaxEvals != nil {
+			return true
+		}
+	}
+
+	return false
+}
+
 // identities returns those of the rules.
 func (r *request) identities() []document {
 	identities := make([]document, len(r.rules))
@@ -111,6 +121,9 @@ func (r *request) contained() []document {
 }
 
 var errNoRules = fmt.Errorf("%w: there are no rules: pass at least one, or do not call Enforce for an agent without limits", fault.ErrInvalidRule)
+
+var errWithoutUsage = fmt.Errorf("%w: MaxTokens and MaxEvals need recorded usage, and the plugin has legion.WithoutUsageTracking: "+
+	"leave that option out, or these limits", fault.ErrInvalidRule)
 
 // prepare validates one agent and its rules. defaultPolicy is nil where the plugin has
 // none.

@@ -1,5 +1,7 @@
 package limiter
 
+import "time"
+
 // Usage is what a group has used, as far as its policy asks for it: what no limit
 // asks for is not measured and stays 0.
 type Usage struct {
@@ -16,6 +18,20 @@ type Usage struct {
 
 	// ReservedTokens are those that the turns of other agents hold reserved.
 	ReservedTokens int64
+}
+
+// set fills in the figure that belongs to the limit. Reserved tokens are in the tokens.
+func (u *Usage) set(limit Limit, used int64) {
+	switch limit {
+	case LimitAgents:
+		u.Agents = used
+	case LimitRunningAgents:
+		u.RunningAgents = used
+	case LimitTokens:
+		u.Tokens = used
+	case LimitEvals:
+		u.Evals = used
+	}
 }
 
 // Limit is one of the four limits of a [Policy]. Its text is for people.
@@ -41,6 +57,10 @@ type Quota struct {
 	// included; for tokens, so is what others hold reserved. It may be above Max, for
 	// example after a limit was lowered.
 	Used int64
+
+	// ResetAfter is how long it takes until nothing of what is used now counts any more,
+	// if nothing is added. Only [Check] fills it in. Zero: nothing is used.
+	ResetAfter time.Duration
 }
 
 // Remaining is what is left, at least 0.

@@ -35,6 +35,26 @@ type Settings struct {
 
 	// ConnectionTimeout bounds the wait for a connection. Zero: DefaultConnectionTimeout.
 	ConnectionTimeout time.Duration
+
+	// WithoutUsage says that nothing records usage, so that limits on it are an error.
+	WithoutUsage bool
+}
+
+// WithDefaults fills in the defaults.
+func (s Settings) WithDefaults() Settings {
+	if s.Model == nil {
+		s.Model = &models.LegionAgent{}
+	}
+
+	if s.Lease == 0 {
+		s.Lease = DefaultLease
+	}
+
+	if s.ConnectionTimeout == 0 {
+		s.ConnectionTimeout = DefaultConnectionTimeout
+	}
+
+	return s
 }
 
 // A Provider is a GORM plugin that has settings: the root package's.
@@ -48,19 +68,7 @@ func SettingsOf(db *gorm.DB) Settings {
 		settings = provider.LegionSettings()
 	}
 
-	if settings.Model == nil {
-		settings.Model = &models.LegionAgent{}
-	}
-
-	if settings.Lease == 0 {
-		settings.Lease = DefaultLease
-	}
-
-	if settings.ConnectionTimeout == 0 {
-		settings.ConnectionTimeout = DefaultConnectionTimeout
-	}
-
-	return settings
+	return settings.WithDefaults()
 }
 
 // Tables are the names of the two tables, unquoted, with their schema if they

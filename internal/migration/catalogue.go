@@ -1,0 +1,89 @@
+package migration
+
+import (
+	"database/sql"
+
+	"gorm.io/gorm"
+	"gorm.io/gorm/clause"
+
+	"github.com/legion-gorm/legion/internal/database"
+)
+
+// found is what the catalogue says about one table.
+type found struct {
+	exists      bool
+	columns     map[string]column
+	constraints map[string]bool // by name: validated
+	indexes     map[string]bool // by name: valid
+}
+
+type column struct {
+	dataType   string
+	notNull    bool
+	hasDefault bool
+}
+
+// readCatalogue describes both tables in one statement, which locks nothing but the
+// catalogue: a transaction that reads or writes the tables does not hold it up.
+//
+// A name without a schema is looked for in the current schema only, where CREATE
+// TABLE would put it, and not along the search path: with one schema for each
+// tenant in front of a shared one, each gets tables of its own. AutoMigrate does the
+// same. parse_ident reads the name as GORM wrote it.
+const readCatalogue = `WITH wanted (number, name) AS (
+	VALUES (0, parse_ident(?::text)), (1, parse_ident(?::text))
+), tables AS (
+	SELECT wanted.number, class.oid
+	FROM wanted
+	JOIN pg_catalog.pg_namespace AS namespace ON namespace.nspname =
+		CASE WHEN cardinality(wanted.name) > 1 THEN wanted.name[cardinality(wanted.name) - 1] ELSE current_schema() END
+	JOIN pg_catalog.pg_class AS class ON class.relnamespace = namespace.oid
+		AND class.relname = wanted.name[cardinality(wanted.name)] AND class.relkind IN ('r', 'p')
+)
+SELECT number, 'table' AS kind, '' AS name, '' AS data_type, false AS first, false AS second
+FROM tables
+UNION ALL
+SELECT number, 'column', attribute.attname::text, format_type(attribute.atttypid, attribute.atttypmod),
+	attribute.attnotnull, attribute.atthasdef
+FROM tables JOIN pg_catalog.pg_attribute AS attribute ON attribute.attrelid = tables.oid
+WHERE attribute.attnum > 0 AND NOT attribute.attisdropped
+UNION ALL
+SELECT number, 'constraint', conname::text, '', convalidated, false
+FROM tables JOIN pg_catalog.pg_constraint ON conrelid = tables.oid
+UNION ALL
+SELECT number, 'index', class.relname::text, '', indisvalid, false
+FROM tables JOIN pg_catalog.pg_index ON indrelid = tables.oid JOIN pg_catalog.pg_class AS class ON class.oid = indexrelid`
+
+func read(tx *gorm.DB, tables []*Table) ([]found, error) {
+	state := make([]found, len(tables))
+	for i := range state {
+		state[i] = found{columns: map[string]column{}, constraints: map[string]bool{}, indexes: map[string]bool{}}
+	}
+
+	query := clause.Expr{SQL: readCatalogue, Vars: []any{tables[0].quoted, tables[1].quoted}, WithoutParentheses: true}
+	err := database.Query(tx, query, func(rows *sql.Rows) error {
+		var (
+			number               int
+			kind, name, dataType string
+			first, second        bool
+		)
+		if err := rows.Scan(&number, &kind, &name, &dataType, &first, &second); err != nil {
+			return err
+		}
+
+		switch kind {
+		case "table":
+			state[number].exists = true
+		case "column":
+			state[number].columns[name] = column{dataType: dataType, notNull: first, hasDefault: second}
+		case "constraint":
+			state[number].constraints[name] = first
+		case "index":
+			state[number].indexes[name] = first
+		}
+
+		return nil
+	})
+
+	return state, err
+}

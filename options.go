@@ -1,0 +1,135 @@
+package legion
+
+import (
+	"fmt"
+	"time"
+
+	"gorm.io/gorm/schema"
+
+	"github.com/legion-gorm/legion/internal/database"
+	"github.com/legion-gorm/legion/internal/fault"
+	"github.com/legion-gorm/legion/limiter"
+)
+
+// An Option configures the plugin that [New] makes.
+type Option func(*Plugin)
+
+// WithDefaultPolicy sets what the zero limiter.Policy of a rule stands for, so that
+// rules need only name their groups. There is no default: without it, such a rule is
+// invalid. The policy is checked by db.Use.
+func WithDefaultPolicy(policy limiter.Policy) Option {
+	return func(p *Plugin) { p.defaultPolicy = &policy }
+}
+
+// WithModel sets the agent model: a pointer to a struct that embeds
+// models.LegionAgent and adds columns. The columns that it adds are nullable or have a
+// default, since Legion inserts rows without them; its only primary key is the agent's
+// ID. db.Use checks both. The default is &models.LegionAgent{}.
+//
+// Its table is named as GORM names the table of any model: by TableName(), or by the
+// NamingStrategy.
+func WithModel(model any) Option {
+	return func(p *Plugin) { p.settings.Model = model }
+}
+
+// WithTable overrides the name of the agents' table, which may be qualified with its
+// schema. The registry is named after it, with _identities at the end. The default is
+// the model's own name.
+func WithTable(name string) Option {
+	return func(p *Plugin) { p.settings.Table = name }
+}
+
+// WithLease sets how long a slot under MaxRunningAgents is held unless it is renewed,
+// which is how long a process that died keeps it. The default is 30 seconds. It must be
+// positive.
+func WithLease(lease time.Duration) Option {
+	return func(p *Plugin) {
+		p.settings.Lease = lease
+		if lease <= 0 {
+			p.reject("WithLease(%s): a lease must be positive", lease)
+		}
+	}
+}
+
+// WithConnectionTimeout sets how long a call waits for a connection of the pool before
+// it fails with [ErrNoConnection]. The context of the call may end the wait sooner. The
+// default is 5 seconds. It must be positive.
+func WithConnectionTimeout(timeout time.Duration) Option {
+	return func(p *Plugin) {
+		p.settings.ConnectionTimeout = timeout
+		if timeout <= 0 {
+			p.reject("WithConnectionTimeout(%s): the time must be positive", timeout)
+		}
+	}
+}
+
+// WithoutUsageTracking says that the application records no usage with this plugin.
+// Rules with MaxTokens or MaxEvals, which nothing would ever fill, are then invalid
+// instead of silently unlimited.
+func WithoutUsageTracking() Option {
+	return func(p *Plugin) { p.settings.WithoutUsage = true }
+}
+
+// WithObserver sets who is told of every decision, in place of the default that writes
+// denials to slog.Default at Info and admissions at Debug. See [limiter.Observer]. Nil
+// tells nobody.
+func WithObserver(observer limiter.Observer) Option {
+	return func(p *Plugin) {
+		p.observer = observer
+		if observer == nil {
+			p.observer = func(limiter.Observation) {}
+		}
+	}
+}
+
+// WithMigrate makes db.Use call [Migrate] with these options. Without it, db.Use runs no
+// statement at all.
+func WithMigrate(options ...MigrateOption) Option {
+	return func(p *Plugin) {
+		p.migrates = true
+		p.migrateOptions = options
+	}
+}
+
+// reject remembers the first option that cannot work, for Initialize to report.
+func (p *Plugin) reject(format string, args ...any) {
+	if p.rejected == nil {
+		p.rejected = fmt.Errorf("%w: "+format, append([]any{fault.ErrInvalidConfig}, args...)...)
+	}
+}
+
+// checkModel reports why the limiter's inserts into the model's table would fail.
+func checkModel(parsed, agent *schema.Schema) error {
+	for _, column := range agent.DBNames {
+		if parsed.FieldsByDBName[column] == nil {
+			return fmt.Errorf("%w: the agent model %s has no column %q: embed models.LegionAgent, without embeddedPrefix",
+				fault.ErrInvalidConfig, parsed.Name, column)
+		}
+	}
+
+	for _, field := range parsed.PrimaryFields {
+		if field.DBName != agent.PrioritizedPrimaryField.DBName {
+			return fmt.Errorf("%w: the agent model %s has the primary key %q beside %q: embed models.LegionAgent without gorm.Model "+
+				"or other primary keys", fault.ErrInvalidConfig, parsed.Name, field.DBName, agent.PrioritizedPrimaryField.DBName)
+		}
+	}
+
+	for _, column := range parsed.DBNames {
+		field := parsed.FieldsByDBName[column]
+		if agent.FieldsByDBName[column] == nil && field.NotNull && !field.HasDefaultValue {
+			return fmt.Errorf("%w: the column %q of the agent model %s is NOT NULL without a default, so that agents cannot be inserted: "+
+				"make it nullable or give it a default", fault.ErrInvalidConfig, column, parsed.Name)
+		}
+	}
+
+	return nil
+}
+
+// LegionSettings is for the packages of this module.
+func (p *Plugin) LegionSettings() database.Settings { return p.settings }
+
+// LegionDefaultPolicy is for the packages of this module.
+func (p *Plugin) LegionDefaultPolicy() *limiter.Policy { return p.defaultPolicy }
+
+// LegionObserver is for the packages of this module. Nil: the default.
+func (p *Plugin) LegionObserver() limiter.Observer { return p.observer }
