@@ -83,7 +83,12 @@ var (
 	limitedModels sync.Map // reflect.Type -> bool
 )
 
-func isLimited(model reflect.Type) bool {
+func isLimited(statement *gorm.Statement) bool {
+	if statement.Schema == nil {
+		return false
+	}
+
+	model := statement.Schema.ModelType
 	if known, ok := limitedModels.Load(model); ok {
 		return known.(bool) //nolint:forcetypeassert // only bools are stored, here
 	}
@@ -96,8 +101,7 @@ func isLimited(model reflect.Type) bool {
 
 // enforceCreate is the callback before the INSERT.
 func enforceCreate(db *gorm.DB) {
-	statement := db.Statement
-	if db.Error != nil || db.DryRun || statement.Schema == nil || !isLimited(statement.Schema.ModelType) {
+	if db.Error != nil || db.DryRun || !isLimited(db.Statement) {
 		return
 	}
 
@@ -160,6 +164,11 @@ func enforceStatement(db *gorm.DB) error {
 
 // finishCreate ends the transaction that enforceCreate began.
 func finishCreate(db *gorm.DB) {
+	// Asking first whether the model is limited keeps this free for all others.
+	if !isLimited(db.Statement) {
+		return
+	}
+
 	if _, started := db.InstanceGet(startedKey); !started {
 		return
 	}

@@ -39,7 +39,21 @@ func (c *call) ensureRegistry() (remembered bool, err error) {
 		return true, nil
 	}
 
-	agents, identities, err := c.findTables(c.db)
+	var agents, identities bool
+
+	look := func(tx *gorm.DB) (err error) {
+		agents, identities, err = c.findTables(tx)
+
+		return err
+	}
+
+	// On its own it needs a transaction too, for the bound on the wait for a connection.
+	if database.InTransaction(c.db) {
+		err = look(c.db)
+	} else {
+		err = database.Transaction(c.db, c.settings.ConnectionTimeout, look)
+	}
+
 	if err != nil {
 		return false, err
 	}
@@ -74,12 +88,21 @@ func (c *call) findTables(tx *gorm.DB) (agents, identities bool, err error) {
 	return agents, identities, err
 }
 
-func (c *call) createRegistry() error {
+func (c *call) createRegistry() (err error) {
 	if database.InTransaction(c.db) {
-		return database.InSavepoint(c.db, func(*database.Savepoint) error { return c.createRegistryIn(c.db) })
+		err = database.InSavepoint(c.db, func(*database.Savepoint) error { return c.createRegistryIn(c.db) })
+	} else {
+		err = database.Transaction(c.db, c.settings.ConnectionTimeout, c.createRegistryIn)
 	}
 
-	return database.Transaction(c.db, c.settings.ConnectionTimeout, c.createRegistryIn)
+	// to_regclass answers from a cache that the wait for an advisory lock leaves as it
+	// is, so a table that was made meanwhile may show only now. A migration that makes
+	// it in this moment shows as a duplicate key of a system catalog.
+	if database.HasCode(err, database.CodeDuplicateTable, database.CodeUniqueViolation) {
+		return nil
+	}
+
+	return err
 }
 
 func (c *call) createRegistryIn(tx *gorm.DB) error {
@@ -93,5 +116,5 @@ func (c *call) createRegistryIn(tx *gorm.DB) error {
 		return err
 	}
 
-	return tx.Table(c.tables.Identities).Migrator().CreateTable(&models.LegionIdentity{})
+	return tx.Table("?", clause.Table{Name: c.tables.Identities}).Migrator().CreateTable(&models.LegionIdentity{})
 }

@@ -30,6 +30,8 @@ import (
 // be READ COMMITTED. Otherwise Enforce opens its own, and retries deadlocks and lost
 // connections a few times. In a hook, pass the hook's tx.
 //
+// In a DryRun session, as that of db.ToSQL, it only validates the rules.
+//
 // Errors: [ErrExceeded] is a denial; [ErrInvalidRule] and [ErrInvalidAgentID] are
 // found before the database is touched; [ErrIsolation], [ErrNotMigrated],
 // [ErrNoConnection] and [ErrContention] are explained at their names. Any other error
@@ -81,10 +83,30 @@ func admitAll(db *gorm.DB, admissions []Admission) ([]*Decision, error) {
 		return nil, err
 	}
 
+	if call.db.DryRun {
+		return call.undecided(), nil
+	}
+
 	decisions, err := call.run()
 	call.observe(decisions, err)
 
 	return decisions, err
+}
+
+// undecided are the decisions of a dry run, which has no database to ask.
+func (c *call) undecided() []*Decision {
+	decisions := make([]*Decision, len(c.requests))
+
+	for i, request := range c.requests {
+		states := make([]RuleState, len(request.rules))
+		for j, rule := range request.rules {
+			states[j] = RuleState{Rule: rule.Rule, Quotas: rule.Policy.quotas(Usage{})}
+		}
+
+		decisions[i] = &Decision{AgentID: request.agentID, Rules: states}
+	}
+
+	return decisions
 }
 
 func (c *call) run() ([]*Decision, error) {

@@ -264,7 +264,12 @@ func (c *call) usageWithin(rule preparedRule, agentID string) clause.Expression 
     AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
       THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - ?) * 1000 FROM clock) ELSE false END`,
 		clause.Table{Name: c.tables.Agents}, rule.matches(), agentID,
-		interval(rule.Policy.Window+updatedSlack), interval(rule.Policy.Window))
+		interval(lengthened(rule.Policy.Window)), interval(rule.Policy.Window))
+}
+
+// lengthened adds the slack to a window, of which the longest stands for ever.
+func lengthened(window time.Duration) time.Duration {
+	return time.Duration(saturatingAdd(int64(window), int64(updatedSlack)))
 }
 
 // matches is the condition that the row "agent" is in the rule's group. Everyone is

@@ -20,7 +20,9 @@ import (
 const (
 	CodeSerializationFailure  = "40001"
 	CodeDeadlockDetected      = "40P01"
+	CodeUniqueViolation       = "23505"
 	CodeUndefinedTable        = "42P01"
+	CodeDuplicateTable        = "42P07"
 	CodeUndefinedColumn       = "42703"
 	CodeInsufficientPrivilege = "42501"
 )
