@@ -129,6 +129,47 @@ func TestAnInterruptedBuildIsMadeGoodByALaterMigrate(t *testing.T) {
 	}
 }
 
+func TestAnInvalidIndexIsReplacedWhereverItsTableLives(t *testing.T) {
+	t.Parallel()
+
+	for name, options := range map[string][]legion.MigrateOption{
+		"in one transaction":      nil,
+		"with concurrent indexes": {legion.WithConcurrentIndexes()},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			db, _ := setup(t)
+			require.NoError(t, db.Use(legion.New(legion.WithTable("audit.Agents"))))
+			require.NoError(t, db.Exec("CREATE SCHEMA audit").Error)
+			require.NoError(t, legion.Migrate(db))
+			complete := catalogue(t, db)
+
+			// A unique index that cannot be, since two rows have the same key.
+			require.NoError(t, db.Exec(`INSERT INTO audit."Agents" (agent_id) VALUES ('one'), ('two')`).Error)
+			require.NoError(t, db.Exec(`DROP INDEX audit."idx_audit_Agents_started_at"`).Error)
+			require.Error(t, db.Exec(`CREATE UNIQUE INDEX CONCURRENTLY "idx_audit_Agents_started_at" ON audit."Agents" (status)`).Error)
+			require.EqualValues(t, 1, invalidIndexes(t, db))
+
+			require.NoError(t, legion.Migrate(db, options...))
+			require.Equal(t, complete, catalogue(t, db))
+		})
+	}
+}
+
+func TestConcurrentIndexesComeWithAConstraintThatIsValidatedLater(t *testing.T) {
+	t.Parallel()
+
+	db, statements := setup(t)
+	require.NoError(t, db.Exec(olderTable).Error)
+	statements.take()
+	require.NoError(t, legion.Migrate(db, legion.WithConcurrentIndexes()))
+
+	ddl := statements.takeDDL()
+	require.Contains(t, ddl, `ALTER TABLE "legion_agents" ADD CONSTRAINT "chk_legion_agents_status" CHECK (status IN ('idle', 'running')) NOT VALID`)
+	require.Contains(t, ddl, `ALTER TABLE "legion_agents" VALIDATE CONSTRAINT "chk_legion_agents_status"`)
+}
+
 // Who waits for the lock in a statement holds a snapshot that the build waits for.
 func TestMigrationsThatWaitDoNotHoldUpABuild(t *testing.T) {
 	t.Parallel()

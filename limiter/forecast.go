@@ -86,7 +86,7 @@ FROM (
 				i, len(limits),
 				expression(usagesql.Saturate("sum(amount)")),
 				// least() inside max(), since it would make a number of the NULL of no rows.
-				expression("max(least(9223372036854775807, expires))"),
+				expression("max(least(9223372036854775807, expires)) FILTER (WHERE amount > 0)"),
 				expression("max(least(9223372036854775807, expires)) FILTER (WHERE held >= ?)", bound),
 				items))
 		}

@@ -249,7 +249,8 @@ func canonicalFloat(value float64, bits int) (string, error) {
 // canonicalNumber writes a JSON number in plain decimal notation without needless
 // zeros, so that numbers that are equal as numeric, hence as jsonb, have one text.
 func canonicalNumber(number string) (string, error) {
-	if !json.Valid([]byte(number)) || !strings.ContainsAny(number[:1], "-0123456789") {
+	// A JSON number ends in a digit; what is valid JSON may also end in white space.
+	if !json.Valid([]byte(number)) || !strings.ContainsAny(number[:1], "-0123456789") || !strings.ContainsAny(number[len(number)-1:], "0123456789") {
 		return "", errValueNumber
 	}
 

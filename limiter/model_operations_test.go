@@ -47,7 +47,13 @@ type (
 		Agent string
 		Rules []limiter.Rule
 		In    modelWhere
+
+		// Retried calls are made twice.
+		Retried bool
 	}
+
+	// modelCheck asks what the call would come to.
+	modelCheck struct{ modelEnforce }
 
 	modelAppend struct {
 		Agent, ID     string
@@ -75,7 +81,9 @@ type (
 	}
 )
 
-func (o modelEnforce) expected(time.Duration) reference.Operation {
+func (o modelEnforce) expected(time.Duration) reference.Operation { return o.call() }
+
+func (o modelEnforce) call() reference.Enforce {
 	rules := make([]reference.Rule, len(o.Rules))
 
 	for i, rule := range o.Rules {
@@ -113,6 +121,9 @@ func (o modelAppend) expected(now time.Duration) reference.Operation {
 	return reference.Append{Agent: o.Agent, Entry: reference.Entry{ID: o.ID, At: now - o.Ago, Tokens: o.Tokens, Evals: o.Evals}}
 }
 
+// expected is that nothing changes.
+func (modelCheck) expected(time.Duration) reference.Operation { return reference.Advance{} }
+
 func (o modelRelease) expected(time.Duration) reference.Operation { return reference.Release(o) }
 func (o modelIdle) expected(time.Duration) reference.Operation    { return reference.Idle(o) }
 func (o modelDelete) expected(time.Duration) reference.Operation  { return reference.Delete(o) }
@@ -135,12 +146,27 @@ func (o modelTurn) expected(now time.Duration) reference.Operation {
 
 // GoString shows how the values were written, which the model's identity does not.
 func (o modelEnforce) GoString() string {
-	rules := make([]string, len(o.Rules))
-	for i, rule := range o.Rules {
-		rules[i] = fmt.Sprintf("%#v %s", map[string]any(rule.Identity), modelPolicy(rule.Policy))
+	again := ""
+	if o.Retried {
+		again = ", twice"
 	}
 
-	return fmt.Sprintf("enforce %s, %s, under\n\t%s", o.Agent, o.In, strings.Join(rules, "\n\t"))
+	return fmt.Sprintf("enforce %s, %s%s, under%s", o.Agent, o.In, again, o.describeRules())
+}
+
+func (o modelEnforce) describeRules() string {
+	var text strings.Builder
+
+	for _, rule := range o.Rules {
+		_, _ = fmt.Fprintf(&text, "\n\t%#v %s", map[string]any(rule.Identity), modelPolicy(rule.Policy))
+	}
+
+	return text.String()
+}
+
+// GoString shows the call that is not made.
+func (o modelCheck) GoString() string {
+	return fmt.Sprintf("check %s under%s", o.Agent, o.describeRules())
 }
 
 // The times that are printed are relative to now.
@@ -158,8 +184,8 @@ func modelGenerate() *rapid.Generator[modelOperation] {
 	kinds := []func(*rapid.T) modelOperation{
 		modelDrawEnforce, modelDrawAppend, modelDrawAdvance, modelDrawTurn,
 		modelDrawEnforce, modelDrawAppend, modelDrawAdvance, modelDrawTurn,
-		modelDrawEnforce, modelDrawAppend, modelDrawAdvance,
-		modelDrawEnforce, modelDrawEnforce, modelDrawEnforce, modelDrawEnforce, modelDrawEnforce, modelDrawEnforce,
+		modelDrawEnforce, modelDrawAppend, modelDrawAdvance, modelDrawCheck,
+		modelDrawEnforce, modelDrawEnforce, modelDrawEnforce, modelDrawEnforce, modelDrawEnforce, modelDrawCheck,
 		func(t *rapid.T) modelOperation { return modelRelease{modelDrawAgent(t)} },
 		func(t *rapid.T) modelOperation { return modelIdle{modelDrawAgent(t)} },
 		func(t *rapid.T) modelOperation { return modelDelete{modelDrawAgent(t)} },
@@ -167,8 +193,14 @@ func modelGenerate() *rapid.Generator[modelOperation] {
 	}
 
 	return rapid.Custom(func(t *rapid.T) modelOperation {
-		return kinds[rapid.IntRange(0, len(kinds)-1).Draw(t, "kind")](t)
+		return rapid.SampledFrom(kinds).Draw(t, "kind")(t)
 	})
+}
+
+// modelRarely is true now and then. rapid favours both ends of a range, so it is a number
+// in the middle that says so.
+func modelRarely(t *rapid.T, what string) bool {
+	return rapid.IntRange(0, 63).Draw(t, what) == 42
 }
 
 func modelDrawAgent(t *rapid.T) string {
@@ -219,19 +251,28 @@ func modelDrawTurn(t *rapid.T) modelOperation {
 	return turn
 }
 
-func modelDrawEnforce(t *rapid.T) modelOperation {
+func modelDrawEnforce(t *rapid.T) modelOperation { return modelDrawCall(t) }
+
+func modelDrawCheck(t *rapid.T) modelOperation { return modelCheck{modelDrawCall(t)} }
+
+func modelDrawCall(t *rapid.T) modelEnforce {
 	call := modelEnforce{
 		Agent: modelDrawAgent(t),
 		In:    rapid.SampledFrom([]modelWhere{modelOwnTransaction, modelOwnTransaction, modelJoined, modelRolledBack}).Draw(t, "in"),
+
+		Retried: rapid.SampledFrom([]bool{false, false, false, true}).Draw(t, "retried"),
 	}
 
 	agent := modelDrawFields(t)
 
-	for range rapid.SampledFrom([]int{1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 0}).Draw(t, "rules") {
-		fields := agent
+	rules := rapid.SampledFrom([]int{1, 1, 1, 2, 2, 3}).Draw(t, "rules")
+	if modelRarely(t, "no rules") {
+		rules = 0
+	}
 
-		// Now and then a rule that may disagree with the others.
-		if rapid.IntRange(0, 30).Draw(t, "odd") == 30 {
+	for range rules {
+		fields := agent
+		if modelRarely(t, "may disagree") {
 			fields = modelDrawFields(t)
 		}
 
@@ -269,7 +310,7 @@ func modelDrawFields(t *rapid.T) []int {
 
 // modelDrawIdentity draws some of the fields. With none it is everyone's.
 func modelDrawIdentity(t *rapid.T, fields []int) limiter.Identity {
-	if rapid.IntRange(0, 100).Draw(t, "forgotten") == 100 {
+	if modelRarely(t, "forgotten") {
 		return nil
 	}
 
@@ -285,16 +326,12 @@ func modelDrawIdentity(t *rapid.T, fields []int) limiter.Identity {
 }
 
 func modelDrawPolicy(t *rapid.T) limiter.Policy {
-	const odd = 60
-
-	// Most policies are sound.
-	switch rapid.IntRange(0, odd).Draw(t, "policy") {
-	case odd:
-		return limiter.Policy{}
-	case odd - 1:
-		return limiter.Policy{MaxAgents: limiter.Max(5)}
-	case odd - 2: //nolint:mnd // one more case
-		return limiter.Policy{Window: modelGrain, MaxEvals: limiter.Max(-1)}
+	if modelRarely(t, "odd policy") {
+		return rapid.SampledFrom([]limiter.Policy{
+			{}, // the default
+			{MaxAgents: limiter.Max(5)},
+			{Window: modelGrain, MaxEvals: limiter.Max(-1)},
+		}).Draw(t, "policy")
 	}
 
 	const none = -1

@@ -165,6 +165,9 @@ func modelAge(t *rapid.T, age time.Duration) time.Duration {
 	return age - late
 }
 
+// modelWait is modelAge for a time to wait, which the database gives a little shorter.
+func modelWait(t *rapid.T, wait time.Duration) time.Duration { return -modelAge(t, -wait) }
+
 // modelLines writes the rows for people to compare.
 func modelLines(agents []reference.Agent) string {
 	lines := make([]string, len(agents))

@@ -11,8 +11,9 @@ import (
 //
 // Between the measurement and this statement others may still have written to the row,
 // since the store takes no locks but the row's. So the statement decides on the row
-// as it finds it: a start time that is there is kept. And the start time that it would
-// insert is the one that was measured, in case the row was pruned in between.
+// as it finds it: a start time that is there is kept, and so is the slot of a turn that
+// was renewed at the last moment. And the start time that it would insert is the one
+// that was measured, in case the row was pruned in between.
 func (c *call) record(tx *gorm.DB, request *request, own ownRow) (bool, error) {
 	// A live turn keeps its run, its lease and its reservation: it has its slot.
 	takesSlot := request.limitsRunning() && !own.live
@@ -24,7 +25,11 @@ func (c *call) record(tx *gorm.DB, request *request, own ownRow) (bool, error) {
 	if takesSlot {
 		lease := expression("clock_timestamp() + ?", interval(c.settings.Lease))
 		values = expression("'running', ?", lease)
-		updates = expression(", status = 'running', run_id = NULL, reserved_tokens = 0, lease_expires_at = ?", lease)
+		updates = expression(`, status = 'running', (run_id, reserved_tokens, lease_expires_at) = (
+    SELECT CASE WHEN live THEN agent.run_id END,
+      CASE WHEN live THEN agent.reserved_tokens ELSE 0 END,
+      CASE WHEN live THEN agent.lease_expires_at ELSE ? END
+    FROM (SELECT agent.status = 'running' AND agent.run_id IS NOT NULL AND agent.lease_expires_at > clock_timestamp() AS live) AS own)`, lease)
 	}
 
 	startedAt := expression("clock_timestamp()")

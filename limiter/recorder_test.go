@@ -55,7 +55,14 @@ func (r *recorder) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.Tr
 	r.mutex.Lock()
 	defer r.mutex.Unlock()
 
-	r.statements = append(r.statements, recordedStatement{data.SQL, slices.Clone(data.Args)})
+	// In front of the parameters the driver passes options to itself.
+	arguments := slices.DeleteFunc(slices.Clone(data.Args), func(argument any) bool {
+		_, option := argument.(pgx.QueryResultFormatsByOID)
+
+		return option
+	})
+
+	r.statements = append(r.statements, recordedStatement{data.SQL, arguments})
 
 	return ctx
 }

@@ -15,7 +15,8 @@ import (
 // Release gives back the slot that an [Enforce] under MaxRunningAgents took, before
 // its lease is over. It does nothing to an agent without a slot.
 //
-// It joins the transaction that db is in, and then takes effect when that commits.
+// It joins the transaction that db is in, inside a savepoint as Enforce does, and then
+// takes effect when that commits.
 //
 // Errors: [ErrAgentRunning] when the slot belongs to a live turn, whose End gives it
 // back; [ErrNotFound] when there is no such agent; [ErrInvalidAgentID];
@@ -38,15 +39,25 @@ func Release(db *gorm.DB, agentID string) error {
 	}
 
 	if database.InTransaction(session) {
-		return release(session, tables, agentID)
+		return database.InSavepoint(session, func(*database.Savepoint) error {
+			_, err := release(session, tables, agentID)
+
+			return err
+		})
 	}
 
 	return database.Transaction(session, settings.ConnectionTimeout, func(tx *gorm.DB) error {
-		return release(tx, tables, agentID)
+		released, err := release(tx, tables, agentID)
+		if err == nil && !released {
+			return database.ErrRollback
+		}
+
+		return err
 	})
 }
 
-func release(tx *gorm.DB, tables database.Tables, agentID string) error {
+// release reports whether there was a slot to give back.
+func release(tx *gorm.DB, tables database.Tables, agentID string) (bool, error) {
 	agents := clause.Table{Name: tables.Agents}
 
 	var found, live bool
@@ -60,16 +71,16 @@ FROM ? WHERE agent_id = ? FOR NO KEY UPDATE`, agents, agentID), func(rows *sql.R
 
 	switch {
 	case err != nil:
-		return err
+		return false, err
 	case !found:
-		return fault.ErrNotFound
+		return false, fault.ErrNotFound
 	case live:
-		return fmt.Errorf("%w: end the turn to give its slot back", fault.ErrAgentRunning)
+		return false, fmt.Errorf("%w: end the turn to give its slot back", fault.ErrAgentRunning)
 	}
 
-	_, err = database.Exec(tx, expression(
+	released, err := database.Exec(tx, expression(
 		"UPDATE ? SET status = 'idle', lease_expires_at = NULL, updated_at = clock_timestamp() WHERE agent_id = ? AND status = 'running' AND run_id IS NULL",
 		agents, agentID))
 
-	return err
+	return released > 0, err
 }

@@ -37,6 +37,12 @@ func setup(t *testing.T, options ...gorm.Option) *gorm.DB {
 	return db
 }
 
+// withPrepareStmt switches on GORM's cache of prepared statements. The goroutine that
+// evicts from it never ends, unless the statements are to be kept for these ten years.
+func withPrepareStmt() *gorm.Config {
+	return &gorm.Config{PrepareStmt: true, PrepareStmtTTL: 10 * 365 * 24 * time.Hour}
+}
+
 // maxAgents is a rule on the identity that allows so many agents.
 func maxAgents(identity limiter.Identity, limit int64) limiter.Rule {
 	return limiter.Rule{Identity: identity, Policy: limiter.Policy{Window: window, MaxAgents: limiter.Max(limit)}}
@@ -226,6 +232,15 @@ func connection(t *testing.T, db *gorm.DB) *sql.Conn {
 	return taken
 }
 
+// closeAfter closes a pool that pgtest did not open at the end of the test.
+func closeAfter(t *testing.T, db *gorm.DB) {
+	t.Helper()
+
+	pool, err := db.DB()
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, pool.Close()) })
+}
+
 // begin opens a transaction that is rolled back at the end of the test, if it is
 // still open then.
 func begin(t *testing.T, db *gorm.DB, options ...*sql.TxOptions) *gorm.DB {
@@ -268,4 +283,27 @@ func setupWith(t *testing.T, plugin plugin, options ...gorm.Option) *gorm.DB {
 	require.NoError(t, db.Use(plugin))
 
 	return db
+}
+
+// inBackground makes a call that will wait for something. It hands over what came of it.
+func inBackground(call func() error) <-chan error {
+	result := make(chan error, 1)
+	go func() { result <- call() }()
+
+	return result
+}
+
+// waitForLockWaiters returns once so many of the database's connections wait for a
+// lock that another one holds.
+func waitForLockWaiters(t *testing.T, db *gorm.DB, waiters int64) {
+	t.Helper()
+
+	require.Eventually(t, func() bool {
+		var waiting int64
+
+		err := db.Raw("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'").
+			Scan(&waiting).Error
+
+		return err == nil && waiting >= waiters
+	}, 20*time.Second, 5*time.Millisecond)
 }

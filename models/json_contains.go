@@ -40,9 +40,9 @@ func (c *JSONContainsExpression) Build(builder clause.Builder) {
 	text, err := c.documentText(builder)
 	if err != nil {
 		_ = builder.AddError(err)
-		// A statement that failed is not run, but GORM goes on building it: leave
-		// something that could be parsed, and that matches nothing.
-		_, _ = builder.WriteString("false")
+		// A statement that failed is not run, but GORM loses the error of a subquery. No
+		// table has this column, so the server refuses whatever the condition is part of.
+		builder.WriteQuoted(failedColumn)
 
 		return
 	}
@@ -61,6 +61,8 @@ func (c *JSONContainsExpression) NegationBuild(builder clause.Builder) {
 	c.Build(builder)
 	_ = builder.WriteByte(')')
 }
+
+const failedColumn = "legion: JSONContains has no document"
 
 var errJSONContainsDialect = errors.New("legion: JSONContains needs PostgreSQL: open the connection with gorm.io/driver/postgres")
 

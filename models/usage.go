@@ -1,6 +1,7 @@
 package models
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"math"
@@ -59,7 +60,7 @@ type Usage struct {
 	Folded int64
 
 	// Extra are further keys of the application's own. They are lost when the entry
-	// is folded.
+	// is folded. Numbers read back as json.Number.
 	Extra map[string]any
 }
 
@@ -104,6 +105,10 @@ func (u Usage) Validate() error {
 
 	if u.TotalTokens == 0 && u.InputTokens > math.MaxInt64-u.OutputTokens {
 		return fmt.Errorf("%w: InputTokens + OutputTokens is beyond int64", fault.ErrInvalidUsage)
+	}
+
+	if u.MessageIndex != nil && *u.MessageIndex < 0 {
+		return fmt.Errorf("%w: MessageIndex is negative: leave it nil for none", fault.ErrInvalidUsage)
 	}
 
 	if u.Folded != 0 {
@@ -220,8 +225,8 @@ func (u *Usage) UnmarshalJSON(text []byte) error {
 			u.Extra = make(map[string]any)
 		}
 
-		var decoded any
-		if err := json.Unmarshal(value, &decoded); err != nil {
+		decoded, err := decodeExtra(value)
+		if err != nil {
 			return err
 		}
 
@@ -229,6 +234,18 @@ func (u *Usage) UnmarshalJSON(text []byte) error {
 	}
 
 	return nil
+}
+
+// decodeExtra keeps numbers as they are written: jsonb holds ones that no float64
+// does, and they must not cost the entry its tokens.
+func decodeExtra(text json.RawMessage) (any, error) {
+	decoder := json.NewDecoder(bytes.NewReader(text))
+	decoder.UseNumber()
+
+	var value any
+	err := decoder.Decode(&value)
+
+	return value, err
 }
 
 func parseUsageEntries(text []byte) ([]Usage, error) {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"strconv"
 	"time"
 
 	"gorm.io/gorm"
@@ -161,7 +162,7 @@ func lockTransaction(tx *gorm.DB) error {
 func setLockTimeout(tx *gorm.DB) error {
 	_, err := database.Exec(tx, clause.Expr{
 		SQL:                "SELECT set_config('lock_timeout', ?::text, true) WHERE current_setting('lock_timeout') = '0'",
-		Vars:               []any{fmt.Sprint(lockTimeout.Milliseconds())},
+		Vars:               []any{strconv.FormatInt(lockTimeout.Milliseconds(), 10)},
 		WithoutParentheses: true,
 	})
 

@@ -302,6 +302,4 @@ func (r *recorder) ParamsFilter(_ context.Context, sql string, parameters ...any
 	return sql, parameters
 }
 
-var (
-	_ gorm.ParamsFilter = (*recorder)(nil)
-)
+var _ gorm.ParamsFilter = (*recorder)(nil)

@@ -12,6 +12,14 @@ import (
 	"syscall"
 )
 
+const (
+	ownerEnters os.FileMode = 0o100
+	groupEnters os.FileMode = 0o010
+	othersEnter os.FileMode = 0o001
+)
+
+var errNoFolder = errors.New("no temporary directory that the server's user may enter, set TMPDIR to one")
+
 // account is the user that a server runs as where that is not the current one. All methods work on
 // nil, the current user.
 type account struct {
@@ -25,7 +33,7 @@ func serverAccount() (*account, error) {
 		return nil, nil //nolint:nilnil // the current user
 	}
 	var failures []error
-	for _, name := range []string{"postgres", "nobody"} {
+	for _, name := range []string{superuser, "nobody"} {
 		found, err := user.Lookup(name)
 		if err != nil {
 			failures = append(failures, err)
@@ -53,7 +61,11 @@ func (a *account) own(path string) error {
 	if a == nil {
 		return nil
 	}
-	return os.Chown(path, int(a.uid), int(a.gid))
+	if err := os.Chown(path, int(a.uid), int(a.gid)); err != nil {
+		return fmt.Errorf("give the server's user its files: %w", err)
+	}
+
+	return nil
 }
 
 // makeFolder makes a temporary folder that belongs to account and to nobody else.
@@ -65,14 +77,14 @@ func makeFolder(account *account) (string, error) {
 		}
 		folder, err := os.MkdirTemp(parent, "legion-pgtest-")
 		if err != nil {
-			return "", err
+			return "", fmt.Errorf("make a folder for the server: %w", err)
 		}
 		if err := account.own(folder); err != nil {
 			return "", errors.Join(err, os.Remove(folder))
 		}
 		return folder, nil
 	}
-	return "", fmt.Errorf("none of %q can be entered by the user %s, which the server runs as: set TMPDIR to a directory that can", parents, account.name)
+	return "", fmt.Errorf("%w: %s, tried %q", errNoFolder, account.name, parents)
 }
 
 // canEnter reports whether the account may enter directory and all directories above it. The current
@@ -93,13 +105,13 @@ func (a *account) canEnter(directory string) bool {
 		if err != nil {
 			return false
 		}
-		needed := os.FileMode(0o001)
+		needed := othersEnter
 		if status, ok := info.Sys().(*syscall.Stat_t); ok {
 			switch {
 			case status.Uid == a.uid:
-				needed = 0o100
+				needed = ownerEnters
 			case status.Gid == a.gid:
-				needed = 0o010
+				needed = groupEnters
 			}
 		}
 		if info.Mode().Perm()&needed == 0 {

@@ -3,12 +3,17 @@ package pgtest
 import (
 	"cmp"
 	"errors"
+	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
+)
+
+const (
+	initProgram   = "initdb"
+	serverProgram = "postgres"
 )
 
 // binaryPatterns are where packages put the server's binaries without putting them in PATH.
@@ -23,44 +28,46 @@ var binaryPatterns = []string{
 
 var errNoBinaries = errors.New("no directory with both initdb and postgres in PATH, /usr/lib/postgresql, /usr/pgsql-* or Homebrew's places")
 
-// binaryDirectory finds the directory of the server's binaries: in PATH, or else the newest version
-// that a pattern finds.
-func binaryDirectory(patterns []string) (string, error) {
-	if postgres, err := exec.LookPath("postgres"); err == nil {
-		if resolved, err := filepath.EvalSymlinks(postgres); err == nil && isBinaryDirectory(filepath.Dir(resolved)) {
-			return filepath.Dir(resolved), nil
+// binaryDirectory finds the directory of the server's binaries: the first one in path, which has the
+// form of PATH, or else the newest version among the matches of the first pattern that has any.
+func binaryDirectory(path string, patterns []string) (string, error) {
+	for _, directory := range filepath.SplitList(path) {
+		// The server runs in a directory of its own, where a relative name means something else.
+		if filepath.IsAbs(directory) && isBinaryDirectory(directory) {
+			return directory, nil
 		}
 	}
 	for _, pattern := range patterns {
 		directories, err := filepath.Glob(pattern)
 		if err != nil {
-			return "", err
+			return "", fmt.Errorf("look for server binaries in %s: %w", pattern, err)
 		}
-		slices.SortFunc(directories, func(a, b string) int { return cmp.Compare(majorVersion(b), majorVersion(a)) })
-		for _, directory := range directories {
-			if isBinaryDirectory(directory) {
-				return directory, nil
-			}
+		directories = slices.DeleteFunc(directories, func(directory string) bool { return !isBinaryDirectory(directory) })
+		if len(directories) > 0 {
+			return slices.MaxFunc(directories, func(a, b string) int { return cmp.Compare(version(a), version(b)) }), nil
 		}
 	}
 	return "", errNoBinaries
 }
 
-var versionPattern = regexp.MustCompile(`[0-9]+(\.[0-9]+)?`)
+var versionPattern = regexp.MustCompile(`\d+(\.\d+)?`)
 
-// majorVersion reads the version out of a path such as /usr/lib/postgresql/15/bin, since as text 9.6
-// would sort after 17. A path without one sorts last.
-func majorVersion(directory string) float64 {
-	version, err := strconv.ParseFloat(versionPattern.FindString(directory), 64)
-	if err != nil {
-		return 0
+// version reads the last number in a path such as /usr/lib/postgresql/15/bin, since as text 9.6 would
+// sort after 17. A path without one sorts first.
+func version(directory string) float64 {
+	latest := 0.0
+	for _, digits := range versionPattern.FindAllString(directory, -1) {
+		if number, err := strconv.ParseFloat(digits, 64); err == nil {
+			latest = number
+		}
 	}
-	return version
+
+	return latest
 }
 
 func isBinaryDirectory(directory string) bool {
-	for _, name := range []string{"initdb", "postgres"} {
-		info, err := os.Stat(filepath.Join(directory, name))
+	for _, name := range []string{initProgram, serverProgram} {
+		info, err := os.Stat(filepath.Join(directory, name)) //nolint:gosec // PATH is there to be followed
 		if err != nil || !info.Mode().IsRegular() || info.Mode().Perm()&0o111 == 0 {
 			return false
 		}

@@ -13,31 +13,40 @@ import (
 )
 
 const (
-	// createAttempts bounds the wait for a template that somebody is connected to.
-	createAttempts = 20
+	// createAttempts bounds the wait for a template that somebody is connected to. The server itself
+	// waits for five seconds each time.
+	createAttempts = 5
 
-	// dropTimeout bounds clean-up, which has no context of a caller's to go by.
+	// createPause keeps those who wait for the template from trying again all at once.
+	createPause = 200 * time.Millisecond
+
+	// dropTimeout bounds clean-up, which has no deadline of its caller's.
 	dropTimeout = 30 * time.Second
+
+	objectInUse = "55006"
 )
 
+var errForeignDatabase = errors.New("legion: not a database that CreateDatabase of this Server created, so it is not dropped")
+
 // CreateDatabase creates an empty UTF-8 database under a name of its own and returns its DSN. It is
-// dropped by [Server.DropDatabase] or by [Server.Stop].
+// dropped by [Server.DropDatabase], and at the latest by [Server.Stop].
 func (s *Server) CreateDatabase(ctx context.Context) (string, error) {
 	name := fmt.Sprintf("%s%d", s.prefix, s.databases.Add(1))
 	statement := fmt.Sprintf(`CREATE DATABASE %q TEMPLATE template0 ENCODING 'UTF8'`, name)
 	if s.copyFiles {
 		statement += " STRATEGY file_copy"
 	}
-	for attempt := 1; ; attempt++ {
+
+	for attempts := 1; ; attempts++ {
 		_, err := s.admin.ExecContext(ctx, statement)
 		if err == nil {
 			return s.DSN(name), nil
 		}
-		if attempt == createAttempts || !isObjectInUse(err) {
+		if attempts == createAttempts || !isObjectInUse(err) {
 			return "", fmt.Errorf("legion: create a database for a test: %w", err)
 		}
 		select {
-		case <-time.After(20*time.Millisecond + rand.N(80*time.Millisecond)):
+		case <-time.After(rand.N(createPause)):
 		case <-ctx.Done():
 			return "", fmt.Errorf("legion: create a database for a test: %w", errors.Join(ctx.Err(), err))
 		}
@@ -52,60 +61,47 @@ func (s *Server) DropDatabase(ctx context.Context, dsn string) error {
 		return err
 	}
 	if !strings.HasPrefix(name, s.prefix) {
-		return fmt.Errorf("legion: the database of the DSN was not created by this server's CreateDatabase, so it is not dropped")
+		return errForeignDatabase
 	}
+
 	return dropDatabase(ctx, s.admin, name)
 }
 
 func dropDatabase(ctx context.Context, admin *sql.DB, name string) error {
 	if _, err := admin.ExecContext(ctx, fmt.Sprintf(`DROP DATABASE IF EXISTS %q WITH (FORCE)`, name)); err != nil {
-		return fmt.Errorf("legion: drop a test's database: %w", err)
+		return fmt.Errorf("legion: drop the database %s: %w", name, err)
 	}
+
 	return nil
 }
 
-// dropPrefixed drops the databases that an owner left on the server of LEGION_TEST_DSN. The prefix
-// holds a random part of that owner's, so no other process's database can match.
-func dropPrefixed(dsn, prefix string) error {
-	ctx, cancel := context.WithTimeout(context.Background(), dropTimeout)
+// dropPrefixed drops what an owner left on the server of LEGION_TEST_DSN. The prefix has a random
+// part of that owner's, so no other process's database matches.
+func dropPrefixed(ctx context.Context, dsn, prefix string) error {
+	ctx, cancel := context.WithTimeout(ctx, dropTimeout)
 	defer cancel()
 	admin, err := sql.Open("pgx", dsn)
 	if err != nil {
-		return err
+		return fmt.Errorf("open a connection: %w", err)
 	}
-	return errors.Join(dropAll(ctx, admin, prefix), admin.Close())
-}
+	defer func() { _ = admin.Close() }()
 
-func dropAll(ctx context.Context, admin *sql.DB, prefix string) error {
-	names, err := databasesWith(ctx, admin, prefix)
+	var names string
+	err = admin.QueryRowContext(ctx,
+		"SELECT coalesce(string_agg(datname::text, ' '), '') FROM pg_database WHERE starts_with(datname::text, $1)", prefix).Scan(&names)
 	if err != nil {
-		return err
+		return fmt.Errorf("list the databases to drop: %w", err)
 	}
 	var failures []error
-	for _, name := range names {
+	for name := range strings.FieldsSeq(names) {
 		failures = append(failures, dropDatabase(ctx, admin, name))
 	}
-	return errors.Join(failures...)
-}
 
-func databasesWith(ctx context.Context, admin *sql.DB, prefix string) ([]string, error) {
-	rows, err := admin.QueryContext(ctx, "SELECT datname FROM pg_database WHERE starts_with(datname::text, $1)", prefix)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = rows.Close() }()
-	var names []string
-	for rows.Next() {
-		var name string
-		if err := rows.Scan(&name); err != nil {
-			return nil, err
-		}
-		names = append(names, name)
-	}
-	return names, rows.Err()
+	return errors.Join(failures...)
 }
 
 func isObjectInUse(err error) bool {
 	var postgres *pgconn.PgError
-	return errors.As(err, &postgres) && postgres.Code == "55006"
+
+	return errors.As(err, &postgres) && postgres.Code == objectInUse
 }

@@ -13,63 +13,92 @@ import (
 	"github.com/testcontainers/testcontainers-go/modules/postgres"
 )
 
-// containerTimeout bounds the wait for a started container's server, on a machine under load.
-const containerTimeout = 2 * time.Minute
+const (
+	// containerTimeout bounds the wait for the server in a container that runs.
+	containerTimeout = 4 * time.Minute
 
-// launchDocker runs a server in a container. The supervisor removes it, so that it goes away where
-// testcontainers' own reaper is disabled, too.
-func launchDocker(ctx context.Context, request order) (reply, func() error, error) {
-	arguments := []string{"postgres"}
-	for _, each := range request.Settings {
-		arguments = append(arguments, "-c", each.Name+"="+each.Value)
-	}
-	container, err := postgres.Run(ctx, request.Image,
-		postgres.WithUsername("postgres"), postgres.WithDatabase("postgres"), postgres.WithPassword(rand.Text()),
-		testcontainers.WithCmd(arguments...),
-	)
-	// Without a grace period: the data is not kept.
-	release := func() error { return testcontainers.TerminateContainer(container, testcontainers.StopTimeout(0)) }
-	if err != nil {
-		return reply{}, nil, errors.Join(fmt.Errorf("image %s: %w", request.Image, err), release())
-	}
-	dsn, err := container.ConnectionString(ctx, "sslmode=disable")
-	if err == nil {
-		err = awaitContainer(ctx, container, dsn)
+	// pollInterval is the time between two looks at whether a server is ready.
+	pollInterval = 10 * time.Millisecond
+)
+
+var (
+	errDocker         = errors.New("no answer from Docker")
+	errContainerEnded = errors.New("the container ended")
+)
+
+// launchDocker runs a server in a container. The supervisor removes it, so it also goes away where
+// testcontainers' own reaper is disabled.
+func launchDocker(ctx context.Context, request *order) (launched, error) {
+	container, err := runContainer(ctx, request)
+	release := func() error {
+		// Without a grace period: nobody will ask for the data.
+		return testcontainers.TerminateContainer(container, testcontainers.StopTimeout(0))
 	}
 	if err != nil {
-		return reply{}, nil, errors.Join(fmt.Errorf("image %s: %w", request.Image, err), release())
+		return launched{}, errors.Join(fmt.Errorf("image %s: %w", request.Image, err), release())
 	}
-	return reply{DSN: dsn, Container: container.GetContainerID()}, release, nil
+	dsn, err := awaitContainer(ctx, container)
+	if err != nil {
+		return launched{}, errors.Join(fmt.Errorf("image %s: %w", request.Image, err), release())
+	}
+
+	return launched{reply{DSN: dsn, Container: container.GetContainerID()}, release}, nil
 }
 
-// awaitContainer waits until the server in the container answers a query. An open port says less:
-// Docker's proxy accepts connections before the server does. While it initialises itself, the server
-// of the official image listens on a Unix socket only, so an answer is that of the final one.
-func awaitContainer(ctx context.Context, container testcontainers.Container, dsn string) (err error) {
+// runContainer may return a container together with an error: one that was created but did not start.
+func runContainer(ctx context.Context, request *order) (_ *postgres.PostgresContainer, err error) {
+	defer func() {
+		// Some of the ways in which testcontainers says that there is no Docker are panics.
+		if cause := recover(); cause != nil {
+			err = fmt.Errorf("%w: %v", errDocker, cause)
+		}
+	}()
+	container, err := postgres.Run(ctx, request.Image,
+		postgres.WithUsername(superuser),
+		postgres.WithPassword(rand.Text()),
+		postgres.WithDatabase(superuser),
+		testcontainers.WithCmd(append([]string{serverProgram}, arguments(request.Settings)...)...),
+	)
+	if err != nil {
+		return container, fmt.Errorf("run a container: %w", err)
+	}
+
+	return container, nil
+}
+
+// awaitContainer waits until the server answers a query, and returns its DSN. An open port would say
+// less: Docker's proxy accepts connections before the server does. While the official image
+// initialises its data, its server listens on a Unix socket only, so the answer is the final one's.
+func awaitContainer(ctx context.Context, container *postgres.PostgresContainer) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, containerTimeout)
 	defer cancel()
+	dsn, err := container.ConnectionString(ctx, "sslmode=disable")
+	if err != nil {
+		return "", fmt.Errorf("find the container's address: %w", err)
+	}
 	db, err := sql.Open("pgx", dsn)
 	if err != nil {
-		return err
+		return "", fmt.Errorf("open a connection: %w", err)
 	}
-	defer func() { err = errors.Join(err, db.Close()) }()
+	defer func() { _ = db.Close() }()
+
 	for {
-		failure := db.PingContext(ctx)
-		if failure == nil {
-			return nil
+		unanswered := db.PingContext(ctx)
+		if unanswered == nil {
+			return dsn, nil
 		}
 		if state, err := container.State(ctx); err == nil && !state.Running {
-			return fmt.Errorf("the container ended with exit code %d\n%s", state.ExitCode, containerLog(ctx, container))
+			return "", fmt.Errorf("%w with exit code %d\n%s", errContainerEnded, state.ExitCode, containerLog(ctx, container))
 		}
 		select {
-		case <-time.After(50 * time.Millisecond):
+		case <-time.After(pollInterval):
 		case <-ctx.Done():
-			return errors.Join(fmt.Errorf("the server does not answer: %w", failure), ctx.Err())
+			return "", fmt.Errorf("wait for the server: %w", errors.Join(ctx.Err(), unanswered))
 		}
 	}
 }
 
-func containerLog(ctx context.Context, container testcontainers.Container) string {
+func containerLog(ctx context.Context, container *postgres.PostgresContainer) string {
 	stream, err := container.Logs(ctx)
 	if err != nil {
 		return err.Error()
@@ -79,5 +108,6 @@ func containerLog(ctx context.Context, container testcontainers.Container) strin
 	if err != nil {
 		return err.Error()
 	}
+
 	return tail(string(content))
 }

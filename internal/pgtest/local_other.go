@@ -9,8 +9,10 @@ import (
 	"syscall"
 )
 
-func launchLocal(context.Context, order) (reply, func() error, error) {
-	return reply{}, nil, errors.New("server binaries can't be run on " + runtime.GOOS + ", use another source")
+var errUnsupported = errors.New("server binaries can't be run on " + runtime.GOOS + ", use another source")
+
+func launchLocal(context.Context, *order) (launched, error) {
+	return launched{}, errUnsupported
 }
 
 func supervisorAttributes() *syscall.SysProcAttr { return nil }

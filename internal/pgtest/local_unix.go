@@ -20,120 +20,136 @@ import (
 )
 
 const (
-	superuser = "postgres"
+	loopback = "127.0.0.1"
 
-	// portAttempts bounds how often a port that was free a moment ago may be taken by another process.
+	// portAttempts bounds how often a port that was free a moment ago may be gone.
 	portAttempts = 20
 
-	// readyTimeout is generous: machines that run many test binaries at once are slow.
-	readyTimeout = time.Minute
+	// readyTimeout is long because machines that run many test binaries at once are slow.
+	readyTimeout = 2 * time.Minute
 
-	// shutdownTimeout covers the five seconds after which a server that shuts down kills its backends.
+	// shutdownTimeout is more than the five seconds after which a server in immediate shutdown kills
+	// backends that don't end by themselves.
 	shutdownTimeout = 15 * time.Second
+
+	// removeAttempts, removeInterval apart, outlast backends that are slow to notice their server's end.
+	removeAttempts = 50
+	removeInterval = 100 * time.Millisecond
+
+	privateFile = 0o600
 )
 
-var errPortTaken = errors.New("the port was taken by another process")
+var (
+	errPortTaken  = errors.New("another process took every port before the server could")
+	errServerDied = errors.New("the server ended while it was starting")
+	errNotReady   = errors.New("the server was not ready in time")
+)
 
-// localServer is a server run from binaries on this machine. Only the supervisor has one.
+// localServer is a server run from binaries on this machine, in the hands of the supervisor.
 type localServer struct {
-	binaries string
-	folder   string
-	account  *account
-	password string
-	settings []setting
-	port     int
-	process  *exec.Cmd
-	exited   chan struct{}
+	binaries   string
+	folder     string
+	account    *account
+	password   string
+	settings   []setting
+	choosePort func(context.Context) (string, error)
+
+	port    string
+	process *exec.Cmd
+	exited  chan struct{}
 }
 
-func launchLocal(ctx context.Context, request order) (reply, func() error, error) {
+func launchLocal(ctx context.Context, request *order) (launched, error) {
+	server, err := newLocalServer(request)
+	if err != nil {
+		return launched{}, err
+	}
+	if err := server.start(ctx); err != nil {
+		return launched{}, errors.Join(fmt.Errorf("binaries in %s: %w", request.Directory, err), server.release())
+	}
+
+	return launched{reply{DSN: server.dsn(), Folder: server.folder, ProcessID: server.process.Process.Pid}, server.release}, nil
+}
+
+func newLocalServer(request *order) (*localServer, error) {
 	account, err := serverAccount()
 	if err != nil {
-		return reply{}, nil, err
+		return nil, err
 	}
 	folder, err := makeFolder(account)
 	if err != nil {
-		return reply{}, nil, err
+		return nil, err
 	}
-	server := &localServer{
-		binaries: request.Directory,
-		folder:   folder,
-		account:  account,
-		password: rand.Text(),
-		settings: request.Settings,
-	}
-	if err := server.start(ctx); err != nil {
-		return reply{}, nil, errors.Join(err, server.release())
-	}
-	location := url.URL{
-		Scheme:   "postgres",
-		User:     url.UserPassword(superuser, server.password),
-		Host:     net.JoinHostPort("127.0.0.1", strconv.Itoa(server.port)),
-		Path:     "/postgres",
-		RawQuery: "sslmode=disable",
-	}
-	return reply{DSN: location.String(), Folder: folder, Process: server.process.Process.Pid}, server.release, nil
+
+	return &localServer{
+		binaries:   request.Directory,
+		folder:     folder,
+		account:    account,
+		password:   rand.Text(),
+		settings:   request.Settings,
+		choosePort: freePort,
+	}, nil
 }
 
 func (s *localServer) start(ctx context.Context) error {
 	if err := s.initialise(ctx); err != nil {
 		return err
 	}
-	var err error
 	for range portAttempts {
-		if err = s.run(ctx); !errors.Is(err, errPortTaken) {
+		port, err := s.choosePort(ctx)
+		if err != nil {
+			return err
+		}
+		if err := s.run(ctx, port); !errors.Is(err, errPortTaken) {
 			return err
 		}
 	}
-	return err
+
+	return errPortTaken
 }
 
 // initialise creates the data directory.
 func (s *localServer) initialise(ctx context.Context) error {
 	password := filepath.Join(s.folder, "password")
-	if err := os.WriteFile(password, []byte(s.password), 0o600); err != nil {
-		return err
+	if err := os.WriteFile(password, []byte(s.password), privateFile); err != nil {
+		return fmt.Errorf("write the password: %w", err)
 	}
 	if err := s.account.own(password); err != nil {
 		return err
 	}
-	command := s.command(ctx, "initdb",
+	command := s.command(ctx, initProgram,
 		"--pgdata", s.data(), "--username", superuser, "--pwfile", password, "--auth", "scram-sha-256",
 		"--encoding", "UTF8", "--locale", "C", "--no-sync", "--no-instructions")
-	var output bytes.Buffer
-	command.Stdout, command.Stderr = &output, &output
-	// The whole group, since a bootstrap backend that outlives initdb would go on writing.
+	// The whole group: the backend that initdb runs would go on writing.
 	command.Cancel = func() error { return syscall.Kill(-command.Process.Pid, syscall.SIGKILL) }
-	if err := command.Run(); err != nil {
-		return fmt.Errorf("initdb in %s: %w\n%s", s.binaries, errors.Join(err, ctx.Err()), tail(output.String()))
+	if output, err := command.CombinedOutput(); err != nil {
+		return fmt.Errorf("initdb: %w\n%s", err, tail(string(output)))
 	}
+
 	return nil
 }
 
-// run starts the server on a free port and waits until it accepts connections.
-func (s *localServer) run(ctx context.Context) error {
-	port, err := freePort()
-	if err != nil {
-		return err
-	}
+// run starts the server on port and waits until it accepts connections.
+func (s *localServer) run(ctx context.Context, port string) error {
 	logName := filepath.Join(s.folder, "log")
-	log, err := os.Create(logName)
+	log, err := os.OpenFile(logName, os.O_CREATE|os.O_TRUNC|os.O_WRONLY, privateFile) //nolint:gosec // in our own folder
 	if err != nil {
-		return err
+		return fmt.Errorf("open the server's log: %w", err)
 	}
-	arguments := []string{"-D", s.data(), "-p", strconv.Itoa(port)}
-	for _, each := range append([]setting{
-		{"listen_addresses", "127.0.0.1"},
+	defer func() { _ = log.Close() }() // the server has it open, too
+
+	settings := append([]setting{
+		{"port", port},
+		{"listen_addresses", loopback},
 		{"unix_socket_directories", ""},
-		// In the data directory instead of /dev/shm, where a killed server's would stay.
+		// In the data directory rather than /dev/shm, where a killed server's would stay.
 		{"dynamic_shared_memory_type", "mmap"},
-	}, s.settings...) {
-		arguments = append(arguments, "-c", each.Name+"="+each.Value)
-	}
-	command := s.command(context.Background(), "postgres", arguments...)
+	}, s.settings...)
+	// Not bound to ctx: release ends it.
+	command := s.command(context.WithoutCancel(ctx), serverProgram, append([]string{"-D", s.data()}, arguments(settings)...)...)
 	command.Stdout, command.Stderr = log, log
-	if err := errors.Join(command.Start(), log.Close()); err != nil {
-		return fmt.Errorf("start postgres in %s: %w", s.binaries, err)
+	if err := command.Start(); err != nil {
+		return fmt.Errorf("start the server: %w", err)
 	}
 	s.port, s.process, s.exited = port, command, make(chan struct{})
 	go func() {
@@ -141,41 +157,48 @@ func (s *localServer) run(ctx context.Context) error {
 		close(s.exited)
 	}()
 
+	return s.await(ctx, logName)
+}
+
+func (s *localServer) await(ctx context.Context, logName string) error {
 	deadline := time.After(readyTimeout)
-	for {
-		if s.ready() {
-			return nil
-		}
+	for !s.ready() {
 		select {
-		case <-time.After(5 * time.Millisecond):
+		case <-time.After(pollInterval):
 		case <-s.exited:
-			output, _ := os.ReadFile(logName)
+			output, err := os.ReadFile(logName) //nolint:gosec // in our own folder
 			if bytes.Contains(output, []byte("could not bind")) {
 				return errPortTaken
 			}
-			return fmt.Errorf("postgres in %s ended: %s\n%s", s.binaries, command.ProcessState, tail(string(output)))
+
+			return fmt.Errorf("%w\n%s", errors.Join(errServerDied, err), tail(string(output)))
 		case <-deadline:
-			return fmt.Errorf("postgres in %s was not ready after %s", s.binaries, readyTimeout)
+			return errNotReady
 		case <-ctx.Done():
-			return ctx.Err()
+			return fmt.Errorf("wait for the server: %w", ctx.Err())
 		}
 	}
+
+	return nil
 }
 
-// ready reads the server's status where pg_ctl reads it: in the last line of its pid file.
+// ready reads the server's status where pg_ctl does: in the eighth line of its pid file.
 func (s *localServer) ready() bool {
+	const statusLine = 7
 	content, err := os.ReadFile(filepath.Join(s.data(), "postmaster.pid"))
 	if err != nil {
 		return false
 	}
 	lines := strings.Split(string(content), "\n")
-	return len(lines) >= 8 && lines[0] == strconv.Itoa(s.process.Process.Pid) && strings.TrimSpace(lines[7]) == "ready"
+
+	return len(lines) > statusLine &&
+		lines[0] == strconv.Itoa(s.process.Process.Pid) && strings.TrimSpace(lines[statusLine]) == "ready"
 }
 
 // release stops the server and removes its folder.
 func (s *localServer) release() error {
 	if s.process != nil {
-		// SIGQUIT is an immediate shutdown: no checkpoint of data that is about to be removed.
+		// SIGQUIT is an immediate shutdown: no checkpoint of what is about to be removed.
 		_ = s.process.Process.Signal(syscall.SIGQUIT)
 		select {
 		case <-s.exited:
@@ -184,49 +207,64 @@ func (s *localServer) release() error {
 			<-s.exited
 		}
 	}
-	// A backend that is slow to notice the end of its server may still create a file.
 	var err error
-	for range 50 {
+	for range removeAttempts {
 		if err = os.RemoveAll(s.folder); err == nil {
 			return nil
 		}
-		time.Sleep(100 * time.Millisecond)
+		time.Sleep(removeInterval)
 	}
-	return err
+
+	return fmt.Errorf("remove the server's folder: %w", err)
 }
 
 func (s *localServer) data() string { return filepath.Join(s.folder, "data") }
 
-// command prepares one of the server's programs, to run as the server's user, in its folder (this
-// process's directory may be closed to that user), and in a process group of its own.
+func (s *localServer) dsn() string {
+	location := url.URL{
+		Scheme:   "postgres",
+		User:     url.UserPassword(superuser, s.password),
+		Host:     net.JoinHostPort(loopback, s.port),
+		Path:     "/postgres",
+		RawQuery: "sslmode=disable",
+	}
+
+	return location.String()
+}
+
+// command prepares one of the server's programs to run as the server's user, in a process group of
+// its own, and in the server's folder: this process's directory may be closed to that user.
 func (s *localServer) command(ctx context.Context, name string, arguments ...string) *exec.Cmd {
-	command := exec.CommandContext(ctx, filepath.Join(s.binaries, name), arguments...)
+	command := exec.CommandContext(ctx, filepath.Join(s.binaries, name), arguments...) //nolint:gosec // found by binaryDirectory
 	command.Dir = s.folder
 	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Credential: s.account.credential()}
 	dieWithParent(command.SysProcAttr)
 	for _, variable := range os.Environ() {
-		// PGDATA, PGOPTIONS and the like are meant for the user's own servers.
+		// PGDATA, PGOPTIONS and the like are about the developer's own servers.
 		if !strings.HasPrefix(variable, "PG") {
 			command.Env = append(command.Env, variable)
 		}
 	}
-	// The time zone saves initdb from comparing all of them with the system's; English messages are
-	// what run looks for.
+	// English, for await; and a time zone, since initdb would compare every one with the system's.
 	command.Env = append(command.Env, "LC_ALL=C", "TZ=UTC")
+
 	return command
 }
 
-func freePort() (int, error) {
-	listener, err := net.Listen("tcp4", "127.0.0.1:0") //nolint:noctx // returns at once
-	if err != nil {
-		return 0, fmt.Errorf("find a free port: %w", err)
-	}
-	port := listener.Addr().(*net.TCPAddr).Port //nolint:forcetypeassert // of a TCP listener
-	return port, listener.Close()
-}
+// supervisorAttributes put a supervisor into a session of its own, so that Ctrl-C in a terminal
+// reaches the owner only and the supervisor cleans up after it.
+func supervisorAttributes() *syscall.SysProcAttr { return &syscall.SysProcAttr{Setsid: true} }
 
-func supervisorAttributes() *syscall.SysProcAttr {
-	// A session of its own, so that Ctrl-C in a terminal reaches the owner only and the supervisor
-	// cleans up after it.
-	return &syscall.SysProcAttr{Setsid: true}
+func freePort(ctx context.Context) (string, error) {
+	listener, err := new(net.ListenConfig).Listen(ctx, "tcp4", net.JoinHostPort(loopback, "0"))
+	if err != nil {
+		return "", fmt.Errorf("find a free port: %w", err)
+	}
+	_, port, err := net.SplitHostPort(listener.Addr().String())
+	err = errors.Join(err, listener.Close())
+	if err != nil {
+		return "", fmt.Errorf("find a free port: %w", err)
+	}
+
+	return port, nil
 }

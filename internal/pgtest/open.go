@@ -3,6 +3,7 @@ package pgtest
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -55,7 +56,7 @@ func Database(tb testing.TB) string {
 		tb.Fatal(err)
 	}
 	tb.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), dropTimeout)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(tb.Context()), dropTimeout)
 		defer cancel()
 		if err := server.DropDatabase(ctx, dsn); err != nil {
 			tb.Error(err)
@@ -78,11 +79,11 @@ func OpenDSN(tb testing.TB, dsn string, options ...gorm.Option) *gorm.DB {
 	tb.Helper()
 	connections := defaultMaxOpenConnections
 	for _, option := range options {
-		if limit, ok := option.(maxOpenConnections); ok {
+		if limit, ok := option.(MaxOpenConnections); ok {
 			connections = int(limit)
 		}
 	}
-	db, err := gorm.Open(postgres.Open(dsn), append(options, quiet{})...)
+	db, err := gorm.Open(postgres.Open(dsn), slices.Concat(options, []gorm.Option{quiet{}})...)
 	if err != nil {
 		tb.Fatalf("legion: open a connection for a test: %v", err)
 	}
@@ -113,13 +114,15 @@ func DSN(db *gorm.DB) string {
 	}
 }
 
-// MaxOpenConnections limits the pool that Open or OpenDSN returns to n connections; 0 is unlimited.
-func MaxOpenConnections(n int) gorm.Option { return maxOpenConnections(n) }
+// MaxOpenConnections is an option that limits the pool which [Open] or [OpenDSN] returns to so many
+// connections; 0 is unlimited.
+type MaxOpenConnections int
 
-type maxOpenConnections int
+// Apply implements gorm.Option.
+func (MaxOpenConnections) Apply(*gorm.Config) error { return nil }
 
-func (maxOpenConnections) Apply(*gorm.Config) error       { return nil }
-func (maxOpenConnections) AfterInitialize(*gorm.DB) error { return nil }
+// AfterInitialize implements gorm.Option.
+func (MaxOpenConnections) AfterInitialize(*gorm.DB) error { return nil }
 
 // quiet keeps GORM from printing the errors that tests provoke.
 type quiet struct{}

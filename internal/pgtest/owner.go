@@ -12,90 +12,115 @@ import (
 )
 
 // releaseTimeout is how long a supervisor may take to give everything back. It is longer than any
-// of its own limits, so that it ends only a supervisor that hangs.
+// of its own limits, so that it only ends a supervisor that hangs.
 const releaseTimeout = time.Minute
 
 // supervisor is the owner's side of a running supervisor process.
 type supervisor struct {
 	command *exec.Cmd
-	control *os.File // closing it, or dying, tells the supervisor to give everything back
-	output  *os.File
-	replies *json.Decoder
-	release func() error
+	control *os.File // when it closes, be it because the owner died, everything is given back
+	answers *os.File
+	decoder *json.Decoder
+	release func() error // once
 }
 
 // engage starts a supervisor, hands it the order and waits for its answer.
 func engage(ctx context.Context, request order) (*supervisor, reply, error) {
+	engaged, err := startSupervisor()
+	if err != nil {
+		return nil, reply{}, fmt.Errorf("start this program again as the supervisor: %w", err)
+	}
+	ready, err := engaged.hand(ctx, request)
+	if err != nil {
+		// What went wrong is known; that the supervisor then ended, too, is not news.
+		_ = engaged.release()
+
+		return nil, reply{}, err
+	}
+
+	return engaged, ready, nil
+}
+
+func startSupervisor() (*supervisor, error) {
 	executable, err := os.Executable()
 	if err != nil {
-		return nil, reply{}, fmt.Errorf("find this program to run it as the supervisor: %w", err)
+		return nil, fmt.Errorf("find this program: %w", err)
 	}
 	input, control, err := os.Pipe()
 	if err != nil {
-		return nil, reply{}, err
+		return nil, fmt.Errorf("open a pipe: %w", err)
 	}
-	output, answers, err := os.Pipe()
+	answers, output, err := os.Pipe()
 	if err != nil {
-		return nil, reply{}, errors.Join(err, input.Close(), control.Close())
+		return nil, errors.Join(fmt.Errorf("open a pipe: %w", err), input.Close(), control.Close())
 	}
 
-	// Standard error stays closed: go test waits until everybody who holds its output has ended.
-	command := exec.Command(executable) //nolint:noctx // it must outlive ctx, to clean up
-	command.Env = append(append(os.Environ(), request.Environment...), supervisorVariable+"=1")
-	command.Stdin, command.Stdout = input, answers
+	// Not bound to a context: it ends after its owner, to clean up. Nor does it get this process's
+	// standard error: go test waits for everybody who holds the output of a test.
+	command := exec.Command(executable) //nolint:gosec,noctx // this program itself; see above
+	command.Env = append(os.Environ(), supervisorVariable+"=1")
+	command.Stdin, command.Stdout = input, output
 	command.SysProcAttr = supervisorAttributes()
-	err = errors.Join(command.Start(), input.Close(), answers.Close())
-	if command.Process == nil {
-		return nil, reply{}, errors.Join(err, control.Close(), output.Close())
+	if err := command.Start(); err != nil {
+		return nil, errors.Join(err, input.Close(), control.Close(), answers.Close(), output.Close())
 	}
+	_, _ = input.Close(), output.Close() // the child's ends
 
-	started := &supervisor{command: command, control: control, output: output, replies: json.NewDecoder(output)}
-	started.release = sync.OnceValue(started.giveBack)
-	ready, err := started.request(ctx, request)
-	if err != nil {
-		// The reason that the supervisor gave is the one to report; that it then ended is not news.
-		_ = started.release()
-		return nil, reply{}, err
-	}
-	return started, ready, nil
+	engaged := &supervisor{command: command, control: control, answers: answers, decoder: json.NewDecoder(answers)}
+	engaged.release = sync.OnceValue(engaged.giveBack)
+
+	return engaged, nil
 }
 
-func (s *supervisor) request(ctx context.Context, request order) (reply, error) {
+func (s *supervisor) hand(ctx context.Context, request order) (reply, error) {
 	if err := json.NewEncoder(s.control).Encode(request); err != nil {
 		return reply{}, fmt.Errorf("hand the order to the supervisor: %w", err)
 	}
-	// A supervisor whose control pipe closes answers at once, which ends Decode.
-	stop := context.AfterFunc(ctx, func() { _ = s.control.Close() })
-	defer stop()
+	// Without its control pipe the supervisor gives up and ends, which ends Decode.
+	unwatch := context.AfterFunc(ctx, func() { _ = s.control.Close() })
+	defer unwatch()
 
 	var ready reply
-	if err := s.replies.Decode(&ready); err != nil {
-		return reply{}, fmt.Errorf("the supervisor ended without an answer: %w", errors.Join(err, ctx.Err()))
+	err := s.decoder.Decode(&ready)
+	switch {
+	case ctx.Err() != nil:
+		return reply{}, fmt.Errorf("abandoned: %w", ctx.Err())
+	case err != nil:
+		return reply{}, fmt.Errorf("the supervisor ended without an answer: %w", err)
+	default:
+		return ready, ready.err()
 	}
-	if ctx.Err() != nil {
-		return reply{}, errors.Join(ctx.Err(), errorOf(ready))
-	}
-	return ready, errorOf(ready)
 }
 
-// giveBack waits until the supervisor has stopped the server and removed everything.
+// giveBack waits until the supervisor has stopped the server, removed its data, and ended.
 func (s *supervisor) giveBack() error {
 	impatience := time.AfterFunc(releaseTimeout, func() { _ = s.command.Process.Kill() })
 	defer impatience.Stop()
 
-	_ = s.control.Close()
+	_ = s.control.Close() // an error says that it is closed already
 	var last reply
-	_ = s.replies.Decode(&last) // normally the end of the file
-	err := errorOf(last)
-	if waitError := s.command.Wait(); err == nil && waitError != nil {
-		err = fmt.Errorf("supervisor: %w", waitError)
+	_ = s.decoder.Decode(&last) // normally there is none
+	err := s.command.Wait()
+	_ = s.answers.Close()
+	if last.Failure != "" {
+		return last.err()
 	}
-	return errors.Join(err, s.output.Close())
+	if err != nil {
+		return fmt.Errorf("the supervisor ended early: %w", err)
+	}
+
+	return nil
 }
 
-func errorOf(answer reply) error {
-	if answer.Error == "" {
+// failure is what went wrong in the supervisor, in its words.
+type failure string
+
+func (f failure) Error() string { return string(f) }
+
+func (r reply) err() error {
+	if r.Failure == "" {
 		return nil
 	}
-	return errors.New(answer.Error)
+
+	return failure(r.Failure)
 }

@@ -4,14 +4,29 @@ import (
 	"context"
 	"crypto/rand"
 	"database/sql"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
-	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
+
+	// Registers the database/sql driver pgx.
+	_ "github.com/jackc/pgx/v5/stdlib"
 )
+
+const (
+	// superuser is the role that servers of our own are given, and the name of their first database.
+	superuser = "postgres"
+
+	// adminConnections is small because a server copies four databases hardly faster than two.
+	adminConnections = 4
+
+	// strategyVersion is the first server version that lets CREATE DATABASE choose how to copy.
+	strategyVersion = 150000
+)
+
+var errSettingDiffers = errors.New("the server of " + dsnVariable + " is not ours to change")
 
 // Server is a Postgres server that this process started, or the one of LEGION_TEST_DSN. It is safe
 // for concurrent use.
@@ -26,66 +41,24 @@ type Server struct {
 	stop       func() error
 }
 
-// setting is a configuration parameter of the server.
-type setting struct{ Name, Value string }
-
-// config is what the options of Start add up to.
-type config struct {
-	getenv      func(string) string
-	patterns    []string
-	environment []string // of the supervisor
-	settings    []setting
-}
-
-// Option changes how [Start] runs a server.
-type Option func(*config)
-
-// WithSetting sets a configuration parameter of the server, such as "fsync" to "on". The last value
-// given to a name counts. The server of LEGION_TEST_DSN can't be changed, so with that source Start
-// fails unless the server has that value already, written as SHOW writes it.
-func WithSetting(name, value string) Option {
-	return func(c *config) {
-		c.settings = slices.DeleteFunc(c.settings, func(s setting) bool { return s.Name == name })
-		c.settings = append(c.settings, setting{name, value})
-	}
-}
-
-// WithDurability switches on fsync, synchronous_commit and full_page_writes, as in production. Use
-// it where commit times matter.
-func WithDurability() Option {
-	return func(c *config) {
-		for _, name := range []string{"fsync", "synchronous_commit", "full_page_writes"} {
-			WithSetting(name, "on")(c)
-		}
-	}
-}
-
-// defaultSettings make a server that lives for one test run quick, and wide enough for parallel tests.
-func defaultSettings() []setting {
-	return []setting{
-		{"fsync", "off"},
-		{"synchronous_commit", "off"},
-		{"full_page_writes", "off"},
-		{"max_connections", "300"},
-	}
-}
-
-// Start gives a running server from the first source that works, see the package comment. Callers
-// must call [Server.Stop]; a process that dies without it leaves nothing behind either. Once no
-// source works, the error is an [*UnavailableError]. When ctx ends before the server is ready, the
+// Start gives a running server from the first source that works, see the package comment. Call
+// [Server.Stop] when done; a process that dies without it leaves nothing behind either. Where no
+// source works the error is an [*UnavailableError]. When ctx ends before the server is ready, the
 // start is abandoned; afterwards ctx has no effect.
 func Start(ctx context.Context, options ...Option) (*Server, error) {
 	settled := config{getenv: os.Getenv, patterns: binaryPatterns}
 	for _, option := range options {
 		option(&settled)
 	}
-	sources, err := candidates(settled.getenv)
+
+	choice, err := choose(settled.getenv)
 	if err != nil {
 		return nil, err
 	}
-	unavailable := &UnavailableError{}
-	for _, source := range sources {
-		server, err := startSource(ctx, source, settled)
+
+	unavailable := &UnavailableError{remedy: choice.remedy}
+	for _, source := range choice.sources {
+		server, err := startSource(ctx, source, &settled)
 		if err == nil {
 			return server, nil
 		}
@@ -94,16 +67,16 @@ func Start(ctx context.Context, options ...Option) (*Server, error) {
 			break
 		}
 	}
+
 	return nil, unavailable
 }
 
-func startSource(ctx context.Context, source Source, settled config) (*Server, error) {
-	request := order{Source: source, Environment: settled.environment}
-	for _, each := range append(defaultSettings(), settled.settings...) {
-		request.Settings = slices.DeleteFunc(request.Settings, func(s setting) bool { return s.Name == each.Name })
-		request.Settings = append(request.Settings, each)
-	}
+func startSource(ctx context.Context, source Source, settled *config) (*Server, error) {
 	server := &Server{source: source, prefix: databasePrefix()}
+	request := order{Source: source, Settings: defaultSettings()}
+	for _, each := range settled.settings {
+		request.Settings = withSetting(request.Settings, each)
+	}
 
 	switch source {
 	case SourceDSN:
@@ -112,7 +85,7 @@ func startSource(ctx context.Context, source Source, settled config) (*Server, e
 			return nil, errNotSet
 		}
 	case SourceLocal:
-		directory, err := binaryDirectory(settled.patterns)
+		directory, err := binaryDirectory(settled.getenv("PATH"), settled.patterns)
 		if err != nil {
 			return nil, err
 		}
@@ -126,85 +99,92 @@ func startSource(ctx context.Context, source Source, settled config) (*Server, e
 		return nil, errNotImplemented
 	}
 
-	supervisor, ready, err := engage(ctx, request)
-	if err != nil {
+	var err error
+	if server.supervisor, server.details, err = engage(ctx, request); err != nil {
 		return nil, err
 	}
-	server.supervisor, server.details = supervisor, ready
 	server.stop = sync.OnceValue(server.close)
 	if err := server.connect(ctx, settled.settings); err != nil {
 		return nil, errors.Join(err, server.Stop())
 	}
+
 	return server, nil
-}
-
-// connect opens the connections that create and drop databases, and looks at the server.
-func (s *Server) connect(ctx context.Context, wanted []setting) error {
-	admin, err := sql.Open("pgx", s.details.DSN)
-	if err != nil {
-		return fmt.Errorf("%s: %w", s.source, err)
-	}
-	// Few, since the server copies one database no faster than several; enough not to queue for long.
-	admin.SetMaxOpenConns(4)
-	admin.SetMaxIdleConns(4)
-	s.admin = admin
-
-	var version int
-	if err := admin.QueryRowContext(ctx, "SELECT current_setting('server_version_num')::int").Scan(&version); err != nil {
-		return fmt.Errorf("connect to the server: %w", err)
-	}
-	// Copying files costs the server a checkpoint, which is cheap without fsync (24 ms instead of 65
-	// for a database) but not fair to a server that others use.
-	s.copyFiles = s.source != SourceDSN && version >= 150000
-
-	if s.source != SourceDSN {
-		return nil
-	}
-	for _, each := range wanted {
-		var actual string
-		if err := admin.QueryRowContext(ctx, "SELECT current_setting($1)", each.Name).Scan(&actual); err != nil {
-			return fmt.Errorf("read the setting %s: %w", each.Name, err)
-		}
-		if actual != each.Value {
-			return fmt.Errorf("the server of %s has %s = %s, not %s, and is not ours to change", dsnVariable, each.Name, actual, each.Value)
-		}
-	}
-	return nil
 }
 
 // Source says where the server came from.
 func (s *Server) Source() Source { return s.source }
 
-// DSN is the URL or, for the server of LEGION_TEST_DSN, the text of the same form under which
-// database is reached; the empty name stands for the database that is there from the start. It
-// carries the password.
+// DSN is how to connect to database on this server, password included: a URL, or key=value pairs if
+// LEGION_TEST_DSN is that. The empty name stands for the database that is there from the start.
 func (s *Server) DSN(database string) string {
 	if database == "" {
 		return s.details.DSN
 	}
+
 	return withDatabase(s.details.DSN, database)
 }
 
-// Stop ends the server and removes its data; the server of LEGION_TEST_DSN it leaves running, without
-// the databases that were created through s. Connections that are still open are cut. A second call
-// returns what the first returned.
+// Stop ends the server, cutting open connections, and removes its data. The server of
+// LEGION_TEST_DSN goes on, without the databases that were created through s. A second call returns
+// what the first one returned.
 func (s *Server) Stop() error { return s.stop() }
 
-func (s *Server) close() error {
-	var err error
-	if s.admin != nil {
-		err = s.admin.Close()
+// connect opens the connections that create and drop databases, and looks at the server.
+func (s *Server) connect(ctx context.Context, wanted []setting) error {
+	admin, err := sql.Open("pgx", s.details.DSN)
+	if err != nil {
+		return fmt.Errorf("open a connection: %w", err)
 	}
-	if err := errors.Join(err, s.supervisor.release()); err != nil {
+	admin.SetMaxOpenConns(adminConnections)
+	admin.SetMaxIdleConns(adminConnections)
+	s.admin = admin
+
+	var version int
+	if err := admin.QueryRowContext(ctx, "SELECT current_setting('server_version_num')::int").Scan(&version); err != nil {
+		return fmt.Errorf("ask the server for its version: %w", err)
+	}
+	// Copying files makes a database in a third of the time, for the price of a checkpoint: nothing
+	// without fsync, but not to be asked of a server that others use.
+	s.copyFiles = s.source != SourceDSN && version >= strategyVersion
+
+	if s.source == SourceDSN {
+		return s.compareSettings(ctx, wanted)
+	}
+
+	return nil
+}
+
+func (s *Server) compareSettings(ctx context.Context, wanted []setting) error {
+	for _, each := range wanted {
+		var actual string
+		if err := s.admin.QueryRowContext(ctx, "SELECT current_setting($1)", each.Name).Scan(&actual); err != nil {
+			return fmt.Errorf("read the setting %s: %w", each.Name, err)
+		}
+		if actual != each.Value {
+			return fmt.Errorf("%w: it has %s = %s, not %s", errSettingDiffers, each.Name, actual, each.Value)
+		}
+	}
+
+	return nil
+}
+
+func (s *Server) close() error {
+	var failures []error
+	if s.admin != nil {
+		failures = append(failures, s.admin.Close())
+	}
+	failures = append(failures, s.supervisor.release())
+	if err := errors.Join(failures...); err != nil {
 		return fmt.Errorf("legion: stop the Postgres for tests: %w", err)
 	}
+
 	return nil
 }
 
 // databasePrefix begins the names of one Server's databases. The process id tells people whose they
 // are; the random part keeps processes on different machines apart.
 func databasePrefix() string {
-	random := make([]byte, 6)
-	_, _ = rand.Read(random) // never fails, by its contract
-	return fmt.Sprintf("legion_test_%d_%s_", os.Getpid(), hex.EncodeToString(random))
+	const randomLength = 12
+
+	return fmt.Sprintf("legion_test_%d_%s_", os.Getpid(), strings.ToLower(rand.Text()[:randomLength]))
 }

@@ -3,6 +3,7 @@ package pgtest
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 )
 
@@ -27,27 +28,31 @@ const (
 )
 
 var (
+	errUnknownSource  = errors.New("must be dsn, local, docker or embedded, or not set")
 	errNotSet         = errors.New(dsnVariable + " is not set")
-	errNotImplemented = errors.New("downloaded binaries are not available yet, use another source")
+	errNotImplemented = errors.New("downloaded server binaries are not available yet, use another source")
 )
 
-// candidates lists the sources to try, in order.
-func candidates(getenv func(string) string) ([]Source, error) {
-	all := []Source{SourceDSN, SourceLocal, SourceDocker, SourceEmbedded}
+// choice is which sources to try, in order, and what would help if none of them works.
+type choice struct {
+	sources []Source
+	remedy  string
+}
 
+func choose(getenv func(string) string) (choice, error) {
+	all := []Source{SourceDSN, SourceLocal, SourceDocker, SourceEmbedded}
 	forced := Source(getenv(sourceVariable))
-	if forced == "" {
-		if getenv(dsnVariable) != "" {
-			return []Source{SourceDSN}, nil
-		}
-		return all, nil
+
+	switch {
+	case slices.Contains(all, forced):
+		return choice{[]Source{forced}, fmt.Sprintf("%s=%s rules out every other source.", sourceVariable, forced)}, nil
+	case forced != "":
+		return choice{}, fmt.Errorf("legion: %s %w, but is %q", sourceVariable, errUnknownSource, forced)
+	case getenv(dsnVariable) != "":
+		return choice{[]Source{SourceDSN}, "While " + dsnVariable + " is set, no other source is tried."}, nil
+	default:
+		return choice{all, "Set " + dsnVariable + ", install PostgreSQL's server package, or start Docker."}, nil
 	}
-	for _, source := range all {
-		if source == forced {
-			return []Source{forced}, nil
-		}
-	}
-	return nil, fmt.Errorf("legion: %s must be dsn, local, docker or embedded, or not set, but is %q", sourceVariable, forced)
 }
 
 // attempt is a source that could not give a server, and why.
@@ -56,19 +61,22 @@ type attempt struct {
 	err    error
 }
 
-// UnavailableError says that no source could give a server. Its text has a line for each source
-// that was tried; errors.Is and errors.As see the reasons.
+// UnavailableError says that no source could give a server. Its text has a line for each source that
+// was tried; errors.Is and errors.As see the reasons.
 type UnavailableError struct {
 	attempts []attempt
+	remedy   string
 }
 
+// Error names each source that was tried with its reason, and says what would help.
 func (e *UnavailableError) Error() string {
 	var text strings.Builder
 	text.WriteString("legion: no Postgres for tests and examples:")
 	for _, attempt := range e.attempts {
 		fmt.Fprintf(&text, "\n  %s: %v", attempt.source, attempt.err)
 	}
-	text.WriteString("\nSet " + dsnVariable + ", install PostgreSQL's server package, or start Docker.")
+	text.WriteString("\n" + e.remedy)
+
 	return text.String()
 }
 
@@ -78,5 +86,6 @@ func (e *UnavailableError) Unwrap() []error {
 	for _, attempt := range e.attempts {
 		reasons = append(reasons, attempt.err)
 	}
+
 	return reasons
 }

@@ -13,109 +13,113 @@ import (
 	"syscall"
 )
 
-// supervisorVariable makes the process that finds it set a supervisor.
+// supervisorVariable makes a supervisor of the process that finds it set.
 const supervisorVariable = "LEGION_PGTEST_SUPERVISOR"
 
 // order is what an owner asks of its supervisor: the first line on its standard input.
 type order struct {
-	Source      Source
-	DSN         string    `json:",omitempty"` // dsn: the server
-	Prefix      string    `json:",omitempty"` // dsn: what the names of the owner's databases begin with
-	Directory   string    `json:",omitempty"` // local: where the binaries are
-	Image       string    `json:",omitempty"` // docker
-	Settings    []setting `json:",omitempty"`
-	Environment []string  `json:",omitempty"`
+	Source    Source    `json:"source"`
+	DSN       string    `json:"dsn,omitempty"`       // dsn: the server
+	Prefix    string    `json:"prefix,omitempty"`    // dsn: what the names of the owner's databases begin with
+	Directory string    `json:"directory,omitempty"` // local: where the binaries are
+	Image     string    `json:"image,omitempty"`     // docker
+	Settings  []setting `json:"settings,omitempty"`  // local, docker
 }
 
 // reply is what a supervisor answers on its standard output: once when the server is ready or has
 // failed to start, and once more if giving everything back has failed.
 type reply struct {
-	DSN       string `json:",omitempty"`
-	Folder    string `json:",omitempty"` // local: removed at the end
-	Process   int    `json:",omitempty"` // local: the server's process id
-	Container string `json:",omitempty"` // docker: removed at the end
-	Error     string `json:",omitempty"`
+	DSN       string `json:"dsn,omitempty"`
+	Folder    string `json:"folder,omitempty"`    // local: removed at the end
+	ProcessID int    `json:"pid,omitempty"`       // local: the server's
+	Container string `json:"container,omitempty"` // docker: removed at the end
+	Failure   string `json:"failure,omitempty"`
+}
+
+// launched is a running server in the hands of its supervisor.
+type launched struct {
+	reply   reply
+	release func() error // stops the server and removes all traces of it
 }
 
 // A supervisor is this very program started again, so that it needs neither a shell nor a binary of
-// its own. That has to happen before main or the tests begin, hence in init.
+// its own. That has to happen before main or the tests begin.
 func init() { //nolint:gochecknoinits // see above
 	if os.Getenv(supervisorVariable) == "" {
 		return
 	}
-	// The kernel sends the parent-death signal of the server when the thread that started it ends;
-	// the main thread ends with the process.
+	// The kernel takes the end of the thread that started a process for the end of its parent. The
+	// main thread, which init runs on, ends last.
 	runtime.LockOSThread()
-	if err := os.Unsetenv(supervisorVariable); err != nil {
-		os.Exit(1)
+	err := os.Unsetenv(supervisorVariable)
+	if err == nil {
+		err = supervise(os.Stdin, os.Stdout)
 	}
-	if err := supervise(os.Stdin, os.Stdout); err != nil {
+	if err != nil {
 		os.Exit(1)
 	}
 	os.Exit(0)
 }
 
-// supervise starts what the order on control asks for, answers on replies, waits until control
+// supervise starts what the order on control asks for, answers on answers, waits until control
 // closes, and gives everything back.
-func supervise(control io.Reader, replies io.Writer) error {
-	answer := json.NewEncoder(replies)
-
-	// Whoever ends all processes politely must not leave data behind. SIGPIPE is caught since
-	// answering an owner that has died would otherwise end the supervisor before it has cleaned up.
+func supervise(control io.Reader, answers io.Writer) error {
+	// Whoever ends all processes politely must not leave data behind.
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
 	defer stop()
+	// To answer an owner that has died would otherwise end the supervisor before it has cleaned up.
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
 
+	answer := json.NewEncoder(answers)
 	var request order
 	if err := json.NewDecoder(control).Decode(&request); err != nil {
-		return errors.Join(err, answer.Encode(reply{Error: fmt.Sprintf("read the order: %v", err)}))
+		return errors.Join(err, answer.Encode(reply{Failure: "read the order: " + err.Error()}))
 	}
 	go func() {
-		_, _ = io.Copy(io.Discard, control) // any end of the pipe means that the owner has gone
+		_, _ = io.Copy(io.Discard, control) // however it ends, the owner has gone
 		stop()
 	}()
 
-	ready, release, err := launch(ctx, request)
+	server, err := launch(ctx, &request)
 	if err != nil {
-		return errors.Join(err, answer.Encode(reply{Error: err.Error()}))
+		return errors.Join(err, answer.Encode(reply{Failure: err.Error()}))
 	}
-	_ = answer.Encode(ready) // an owner that can't read it has gone, and control says so
-	<-ctx.Done()
-	if err := release(); err != nil {
-		return errors.Join(err, answer.Encode(reply{Error: err.Error()}))
+	// Without a reader the owner has gone already.
+	if err = answer.Encode(server.reply); err == nil {
+		<-ctx.Done()
 	}
+	if err = server.release(); err != nil {
+		return errors.Join(err, answer.Encode(reply{Failure: err.Error()}))
+	}
+
 	return nil
 }
 
-// launch starts a server. The function that it returns stops the server and removes all traces of
-// it; after an error there is nothing to remove.
-func launch(ctx context.Context, request order) (ready reply, release func() error, err error) {
-	defer func() {
-		// Libraries that panic (testcontainers does where it finds no Docker) are a reason like any other.
-		if cause := recover(); cause != nil {
-			err = fmt.Errorf("panic: %v", cause)
-		}
-	}()
+// launch starts a server. After an error there is nothing to release.
+func launch(ctx context.Context, request *order) (launched, error) {
 	switch request.Source {
 	case SourceDSN:
-		return reply{DSN: request.DSN}, func() error { return dropPrefixed(request.DSN, request.Prefix) }, nil
+		release := func() error { return dropPrefixed(context.WithoutCancel(ctx), request.DSN, request.Prefix) }
+
+		return launched{reply{DSN: request.DSN}, release}, nil
 	case SourceLocal:
 		return launchLocal(ctx, request)
 	case SourceDocker:
 		return launchDocker(ctx, request)
 	case SourceEmbedded:
-		return reply{}, nil, errNotImplemented
+		return launched{}, errNotImplemented
 	default:
-		return reply{}, nil, fmt.Errorf("unknown source %q", request.Source)
+		return launched{}, fmt.Errorf("source %q %w", request.Source, errUnknownSource)
 	}
 }
 
-// tail keeps what a failed program said last.
+// tail keeps what a program that failed said last.
 func tail(output string) string {
 	const limit = 2000
 	output = strings.TrimSpace(output)
 	if len(output) > limit {
 		output = "..." + output[len(output)-limit:]
 	}
+
 	return output
 }

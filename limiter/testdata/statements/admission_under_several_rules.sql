@@ -1,0 +1,82 @@
+begin isolation level read committed;
+
+SELECT current_setting('transaction_isolation'), pg_advisory_xact_lock_shared($1::bigint), pg_advisory_xact_lock($2::bigint), pg_advisory_xact_lock_shared($3::bigint);
+-- $1 = -4729635920929221338
+-- $2 = 5814946601062505044
+-- $3 = 6587197712992691044
+
+SELECT identity FROM "legion_agents_identities" WHERE "identity" IN ($1::jsonb,$2::jsonb,$3::jsonb,$4::jsonb) ORDER BY identity FOR UPDATE;
+-- $1 = '{"email":"someone@example.com"}'
+-- $2 = '{"tenant":"acme"}'
+-- $3 = '{"email":"someone@example.com","tenant":"acme"}'
+-- $4 = '{}'
+
+WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
+SELECT clock.now,
+  own.started_at,
+  coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
+  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false),
+  measured.agents,
+  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
+  measured.tokens, measured.evals
+FROM clock
+LEFT JOIN "legion_agents" AS own ON own.agent_id = $2
+CROSS JOIN (
+SELECT $3::int AS rule, (WITH started AS MATERIALIZED (
+  SELECT FROM "legion_agents" AS agent
+  WHERE "agent"."metadata" @> $4::jsonb AND agent.agent_id <> $5
+    AND agent.started_at > (SELECT now - interval '3600000000 microseconds' FROM clock) AND agent.started_at > now() - interval '3600000000 microseconds'
+) SELECT count(*) FROM (SELECT FROM started LIMIT $6::bigint) AS counted) AS agents, slots.*, used.* FROM (SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
+UNION ALL
+SELECT $7::int AS rule, 0 AS agents, slots.*, used.* FROM (SELECT count(*) AS running,
+    count(*) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)) AS expired_running,
+    least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)), 0)))::bigint AS reserved, least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)), 0)))::bigint AS expired_reserved
+  FROM "legion_agents" AS agent
+  WHERE "agent"."metadata" @> $8::jsonb AND agent.agent_id <> $9 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
+    AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
+UNION ALL
+SELECT $10::int AS rule, (WITH started AS MATERIALIZED (
+  SELECT FROM "legion_agents" AS agent
+  WHERE agent.metadata IS NOT NULL AND agent.agent_id <> $11
+    AND agent.started_at > (SELECT now - interval '86400000000 microseconds' FROM clock) AND agent.started_at > now() - interval '86400000000 microseconds'
+) SELECT count(*) FROM (SELECT FROM started LIMIT $12::bigint) AS counted) AS agents, slots.*, used.* FROM (SELECT count(*) AS running,
+    count(*) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)) AS expired_running,
+    least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)), 0)))::bigint AS reserved, least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)), 0)))::bigint AS expired_reserved
+  FROM "legion_agents" AS agent
+  WHERE agent.metadata IS NOT NULL AND agent.agent_id <> $13 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
+    AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))) AS slots CROSS JOIN (SELECT least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'total_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'total_tokens')::numeric)) ELSE 0 END), 0)))::bigint AS tokens, least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'evals') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'evals')::numeric)) ELSE 0 END), 0)))::bigint AS evals FROM "legion_agents" AS agent
+  CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
+  WHERE (agent.metadata IS NOT NULL OR agent.agent_id = $14) AND agent.updated_at > now() - interval '86700000000 microseconds'
+    AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
+      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - interval '86400000000 microseconds') * 1000 FROM clock) ELSE false END) AS used
+) AS measured
+ORDER BY measured.rule;
+-- $1 = '{"email":"someone@example.com","tenant":"acme"}'
+-- $2 = 'agent'
+-- $3 = 0
+-- $4 = '{"tenant":"acme"}'
+-- $5 = 'agent'
+-- $6 = 6
+-- $7 = 1
+-- $8 = '{"email":"someone@example.com","tenant":"acme"}'
+-- $9 = 'agent'
+-- $10 = 2
+-- $11 = 'agent'
+-- $12 = 101
+-- $13 = 'agent'
+-- $14 = 'agent'
+
+INSERT INTO "legion_agents" AS agent
+  (agent_id, metadata, started_at, created_at, updated_at, status, lease_expires_at)
+VALUES ($1, $2::jsonb, clock_timestamp(), clock_timestamp(), clock_timestamp(), 'running', clock_timestamp() + interval '30000000 microseconds')
+ON CONFLICT (agent_id) DO UPDATE SET
+  metadata = excluded.metadata, started_at = coalesce(agent.started_at, excluded.started_at), deleted_at = NULL, updated_at = clock_timestamp(), status = 'running', (run_id, reserved_tokens, lease_expires_at) = (
+    SELECT CASE WHEN live THEN agent.run_id END,
+      CASE WHEN live THEN agent.reserved_tokens ELSE 0 END,
+      CASE WHEN live THEN agent.lease_expires_at ELSE clock_timestamp() + interval '30000000 microseconds' END
+    FROM (SELECT agent.status = 'running' AND agent.run_id IS NOT NULL AND agent.lease_expires_at > clock_timestamp() AS live) AS own);
+-- $1 = 'agent'
+-- $2 = '{"email":"someone@example.com","tenant":"acme"}'
+
+commit;
+

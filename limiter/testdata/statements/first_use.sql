@@ -1,0 +1,83 @@
+begin isolation level read committed;
+
+SELECT current_setting('transaction_isolation'), pg_advisory_xact_lock_shared($1::bigint), pg_advisory_xact_lock($2::bigint), pg_advisory_xact_lock_shared($3::bigint);
+-- $1 = -4729635920929221338
+-- $2 = 5814946601062505044
+-- $3 = 6587197712992691044
+
+SELECT identity FROM "legion_agents_identities" WHERE "identity" IN ($1::jsonb,$2::jsonb,$3::jsonb) ORDER BY identity FOR UPDATE;
+-- $1 = '{"email":"someone@example.com"}'
+-- $2 = '{"tenant":"acme"}'
+-- $3 = '{"email":"someone@example.com","tenant":"acme"}'
+
+WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
+SELECT clock.now,
+  own.started_at,
+  coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
+  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false),
+  measured.agents,
+  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
+  measured.tokens, measured.evals
+FROM clock
+LEFT JOIN "legion_agents" AS own ON own.agent_id = $2
+CROSS JOIN (
+SELECT $3::int AS rule, 0 AS agents, slots.*, used.* FROM (SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
+) AS measured
+ORDER BY measured.rule;
+-- $1 = '{"email":"someone@example.com","tenant":"acme"}'
+-- $2 = 'agent'
+-- $3 = 0
+
+rollback;
+
+begin isolation level read committed;
+
+SELECT CASE WHEN pg_try_advisory_xact_lock($1::bigint) THEN true WHEN pg_try_advisory_xact_lock($2::bigint) THEN true ELSE false END;
+-- $1 = 6587197712992691044
+-- $2 = -4729635920929221338
+
+INSERT INTO "legion_agents_identities" (identity) VALUES ($1::jsonb) ON CONFLICT (identity) DO NOTHING;
+-- $1 = '{"email":"someone@example.com","tenant":"acme"}'
+
+commit;
+
+begin isolation level read committed;
+
+SELECT current_setting('transaction_isolation'), pg_advisory_xact_lock_shared($1::bigint), pg_advisory_xact_lock($2::bigint), pg_advisory_xact_lock_shared($3::bigint);
+-- $1 = -4729635920929221338
+-- $2 = 5814946601062505044
+-- $3 = 6587197712992691044
+
+SELECT identity FROM "legion_agents_identities" WHERE "identity" IN ($1::jsonb,$2::jsonb,$3::jsonb) ORDER BY identity FOR UPDATE;
+-- $1 = '{"email":"someone@example.com"}'
+-- $2 = '{"tenant":"acme"}'
+-- $3 = '{"email":"someone@example.com","tenant":"acme"}'
+
+WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
+SELECT clock.now,
+  own.started_at,
+  coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
+  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false),
+  measured.agents,
+  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
+  measured.tokens, measured.evals
+FROM clock
+LEFT JOIN "legion_agents" AS own ON own.agent_id = $2
+CROSS JOIN (
+SELECT $3::int AS rule, 0 AS agents, slots.*, used.* FROM (SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
+) AS measured
+ORDER BY measured.rule;
+-- $1 = '{"email":"someone@example.com","tenant":"acme"}'
+-- $2 = 'agent'
+-- $3 = 0
+
+INSERT INTO "legion_agents" AS agent
+  (agent_id, metadata, started_at, created_at, updated_at, status, lease_expires_at)
+VALUES ($1, $2::jsonb, clock_timestamp(), clock_timestamp(), clock_timestamp(), 'idle', NULL)
+ON CONFLICT (agent_id) DO UPDATE SET
+  metadata = excluded.metadata, started_at = coalesce(agent.started_at, excluded.started_at), deleted_at = NULL, updated_at = clock_timestamp();
+-- $1 = 'agent'
+-- $2 = '{"email":"someone@example.com","tenant":"acme"}'
+
+commit;
+

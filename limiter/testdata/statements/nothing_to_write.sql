@@ -1,0 +1,36 @@
+begin isolation level read committed;
+
+SELECT current_setting('transaction_isolation'), pg_advisory_xact_lock_shared($1::bigint), pg_advisory_xact_lock($2::bigint);
+-- $1 = -4729635920929221338
+-- $2 = 5814946601062505044
+
+SELECT identity FROM "legion_agents_identities" WHERE "identity" = $1::jsonb ORDER BY identity FOR UPDATE;
+-- $1 = '{"tenant":"acme"}'
+
+WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
+SELECT clock.now,
+  own.started_at,
+  coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
+  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false),
+  measured.agents,
+  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
+  measured.tokens, measured.evals
+FROM clock
+LEFT JOIN "legion_agents" AS own ON own.agent_id = $2
+CROSS JOIN (
+SELECT $3::int AS rule, (WITH started AS MATERIALIZED (
+  SELECT FROM "legion_agents" AS agent
+  WHERE "agent"."metadata" @> $4::jsonb AND agent.agent_id <> $5
+    AND agent.started_at > (SELECT now - interval '3600000000 microseconds' FROM clock) AND agent.started_at > now() - interval '3600000000 microseconds'
+) SELECT count(*) FROM (SELECT FROM started LIMIT $6::bigint) AS counted) AS agents, slots.*, used.* FROM (SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
+) AS measured
+ORDER BY measured.rule;
+-- $1 = '{"tenant":"acme"}'
+-- $2 = 'agent'
+-- $3 = 0
+-- $4 = '{"tenant":"acme"}'
+-- $5 = 'agent'
+-- $6 = 6
+
+rollback;
+

@@ -1,0 +1,83 @@
+begin isolation level read committed;
+
+SELECT current_setting('transaction_isolation'), pg_advisory_xact_lock_shared($1::bigint), pg_advisory_xact_lock($2::bigint);
+-- $1 = -4729635920929221338
+-- $2 = 5814946601062505044
+
+SELECT identity FROM "legion_agents_identities" WHERE "identity" = $1::jsonb ORDER BY identity FOR UPDATE;
+-- $1 = '{"tenant":"acme"}'
+
+WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
+SELECT clock.now,
+  own.started_at,
+  coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
+  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false),
+  measured.agents,
+  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
+  measured.tokens, measured.evals
+FROM clock
+LEFT JOIN "legion_agents" AS own ON own.agent_id = $2
+CROSS JOIN (
+SELECT $3::int AS rule, 0 AS agents, slots.*, used.* FROM (SELECT count(*) AS running,
+    count(*) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)) AS expired_running,
+    least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)), 0)))::bigint AS reserved, least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)), 0)))::bigint AS expired_reserved
+  FROM "legion_agents" AS agent
+  WHERE "agent"."metadata" @> $4::jsonb AND agent.agent_id <> $5 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
+    AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
+) AS measured
+ORDER BY measured.rule;
+-- $1 = '{"tenant":"acme"}'
+-- $2 = 'agent'
+-- $3 = 0
+-- $4 = '{"tenant":"acme"}'
+-- $5 = 'agent'
+
+SELECT agent_id FROM "legion_agents" WHERE "agent_id" = $1 ORDER BY agent_id FOR NO KEY UPDATE;
+-- $1 = 'agent'
+
+SELECT agent_id FROM "legion_agents" AS agent WHERE (agent.agent_id <> $1 AND agent.status = 'running' AND agent.run_id IS NOT NULL) AND agent.lease_expires_at <= (SELECT clock_timestamp()) AND "agent"."metadata" @> $2::jsonb ORDER BY agent_id FOR NO KEY UPDATE SKIP LOCKED;
+-- $1 = 'agent'
+-- $2 = '{"tenant":"acme"}'
+
+UPDATE "legion_agents" SET lease_expires_at = NULL WHERE agent_id IN ($1) AND status = 'running' AND lease_expires_at <= clock_timestamp();
+-- $1 = 'expired'
+
+WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
+SELECT clock.now,
+  own.started_at,
+  coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
+  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false),
+  measured.agents,
+  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
+  measured.tokens, measured.evals
+FROM clock
+LEFT JOIN "legion_agents" AS own ON own.agent_id = $2
+CROSS JOIN (
+SELECT $3::int AS rule, 0 AS agents, slots.*, used.* FROM (SELECT count(*) AS running,
+    count(*) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)) AS expired_running,
+    least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)), 0)))::bigint AS reserved, least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)), 0)))::bigint AS expired_reserved
+  FROM "legion_agents" AS agent
+  WHERE "agent"."metadata" @> $4::jsonb AND agent.agent_id <> $5 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
+    AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
+) AS measured
+ORDER BY measured.rule;
+-- $1 = '{"tenant":"acme"}'
+-- $2 = 'agent'
+-- $3 = 0
+-- $4 = '{"tenant":"acme"}'
+-- $5 = 'agent'
+
+INSERT INTO "legion_agents" AS agent
+  (agent_id, metadata, started_at, created_at, updated_at, status, lease_expires_at)
+VALUES ($1, $2::jsonb, clock_timestamp(), clock_timestamp(), clock_timestamp(), 'running', clock_timestamp() + interval '30000000 microseconds')
+ON CONFLICT (agent_id) DO UPDATE SET
+  metadata = excluded.metadata, started_at = coalesce(agent.started_at, excluded.started_at), deleted_at = NULL, updated_at = clock_timestamp(), status = 'running', (run_id, reserved_tokens, lease_expires_at) = (
+    SELECT CASE WHEN live THEN agent.run_id END,
+      CASE WHEN live THEN agent.reserved_tokens ELSE 0 END,
+      CASE WHEN live THEN agent.lease_expires_at ELSE clock_timestamp() + interval '30000000 microseconds' END
+    FROM (SELECT agent.status = 'running' AND agent.run_id IS NOT NULL AND agent.lease_expires_at > clock_timestamp() AS live) AS own);
+-- $1 = 'agent'
+-- $2 = '{"tenant":"acme"}'
+
+commit;
+

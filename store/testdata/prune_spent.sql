@@ -1,0 +1,3 @@
+SELECT agent.agent_id, (SELECT count(*) FROM jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) WITH ORDINALITY AS entry (element, position) WHERE coalesce((CASE jsonb_typeof(entry.element -> 'at') WHEN 'number' THEN (entry.element ->> 'at')::numeric END) < $1::bigint, false)) FROM "app"."Agents" AS agent
+WHERE "agent_id" > $2::text AND "agent_id" <= $3::text AND (SELECT count(*) FROM jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) WITH ORDINALITY AS entry (element, position) WHERE coalesce((CASE jsonb_typeof(entry.element -> 'at') WHEN 'number' THEN (entry.element ->> 'at')::numeric END) < $4::bigint, false)) > 0
+ORDER BY agent.agent_id FOR NO KEY UPDATE SKIP LOCKED
