@@ -76,6 +76,7 @@ cover: ## Run the tests and write .cache/cover.html
 .PHONY: examples
 examples: ## Run the examples, each against a PostgreSQL of its own
 	$(GO) run ./examples/quickstart
+	$(GO) run ./examples/hooks
 	$(GO) run ./examples/replay $(REPLAY_ARGS)
 
 .PHONY: tidy

@@ -30,7 +30,7 @@ import (
 const concurrentUnlimited = -1
 
 // concurrentPatience bounds every wait: what has not happened by then never will.
-const concurrentPatience = 20 * time.Second
+const concurrentPatience = time.Minute
 
 type concurrentRule struct {
 	Fields  string `json:"fields"`
@@ -284,15 +284,29 @@ func concurrentSleep(duration time.Duration) {
 	}
 }
 
-// concurrentPools opens a pool for each of so many workers. Calls that share a pool
-// queue in memory for their identities, so that most of them would never meet in the
-// database.
+// concurrentWide lets two tests at a time open many connections, so that a machine with
+// many cores does not use up those of the server.
+var concurrentWide = make(chan struct{}, 2)
+
+// waitToBeWide is for tests that open many connections. It comes first, so that they
+// are closed before the next test may go on.
+func waitToBeWide(t *testing.T) {
+	t.Helper()
+
+	concurrentWide <- struct{}{}
+
+	t.Cleanup(func() { <-concurrentWide })
+}
+
+// concurrentPools opens a pool of one connection for each of so many workers. Calls
+// that share a pool queue in memory for their identities, so that most of them would
+// never meet in the database.
 func concurrentPools(t *testing.T, dsn string, count int) []*gorm.DB {
 	t.Helper()
 
 	pools := make([]*gorm.DB, count)
 	for i := range pools {
-		pools[i] = pgtest.OpenDSN(t, dsn, pgtest.MaxOpenConnections(2))
+		pools[i] = pgtest.OpenDSN(t, dsn, pgtest.MaxOpenConnections(1))
 	}
 
 	return pools

@@ -4,9 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log"
-	"slices"
-	"testing"
 	"time"
 
 	"gorm.io/gorm"
@@ -16,37 +13,14 @@ import (
 	"github.com/legion-gorm/legion/models"
 )
 
-// example stands in for the test that an example is not given, so that examples use
-// the server of the tests.
-type example struct {
-	testing.TB // nil: what it asks for beyond the methods below is a mistake
-
-	cleanups []func()
-}
-
-func (*example) Helper()                           {}
-func (*example) Context() context.Context          { return context.Background() }
-func (e *example) Cleanup(cleanup func())          { e.cleanups = append(e.cleanups, cleanup) }
-func (*example) Error(arguments ...any)            { log.Print(arguments...) }
-func (*example) Errorf(text string, values ...any) { log.Printf(text, values...) }
-func (*example) Fatal(arguments ...any)            { log.Panic(arguments...) }
-func (*example) Fatalf(text string, values ...any) { log.Panicf(text, values...) }
-
-// openDatabase returns a database with the tables, as an application has it after
-// legion.Migrate, and a function that drops it.
-func openDatabase() (*gorm.DB, func()) {
-	example := new(example)
-
-	db := pgtest.Open(example)
+// openDatabase returns a migrated database, and a function that drops it.
+func openDatabase() (db *gorm.DB, drop func()) {
+	db, drop = pgtest.OpenForExample()
 	if err := db.AutoMigrate(&models.LegionAgent{}); err != nil {
-		log.Panic(err)
+		panic(err)
 	}
 
-	return db, func() {
-		for _, cleanup := range slices.Backward(example.cleanups) {
-			cleanup()
-		}
-	}
+	return db, drop
 }
 
 // Two agents of one address may start within a minute. The third is denied.
@@ -127,8 +101,7 @@ func ExampleEnforceAll() {
 		limiter.Admission{AgentID: "writer", Rules: rules},
 	)
 
-	var exceeded *limiter.ExceededError
-	if errors.As(err, &exceeded) {
+	if exceeded, ok := errors.AsType[*limiter.ExceededError](err); ok {
 		fmt.Println("no place for the", exceeded.AgentID)
 	}
 
@@ -159,7 +132,7 @@ func ExampleAdmit() {
 		},
 	)
 	if err != nil {
-		log.Print(err)
+		fmt.Println(err)
 
 		return
 	}
@@ -244,8 +217,7 @@ func ExampleExceededError() {
 		Policy:   limiter.Policy{Window: time.Hour, MaxAgents: limiter.Max(0), MaxTokens: limiter.Max(0), MaxEvals: limiter.Max(5)},
 	})
 
-	var exceeded *limiter.ExceededError
-	if errors.As(err, &exceeded) {
+	if exceeded, ok := errors.AsType[*limiter.ExceededError](err); ok {
 		fmt.Println("rule:", exceeded.Rule.Name)
 
 		for _, violation := range exceeded.Violations {

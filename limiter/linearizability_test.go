@@ -144,6 +144,7 @@ type concurrentArena struct {
 
 func newConcurrentArena(t *testing.T) *concurrentArena {
 	t.Helper()
+	waitToBeWide(t)
 
 	arena := &concurrentArena{dsn: pgtest.Database(t), begun: time.Now()}
 	arena.pools = concurrentPools(t, arena.dsn, concurrentCalls+1)

@@ -69,9 +69,20 @@ import (
 // what the other joins are ordered, and the order is that of real time between their
 // lookups and ends. Ordering the admissions by their commits agrees with every such
 // pair; a denial changes nothing and stands at its measurement, which is one snapshot
-// for all rules. Calls on Everyone hold its row to the end, so they are ordered
-// among themselves; another call joins Everyone's group at its commit and is counted
-// by the snapshots that come later, so the checker of Everyone stands at its count.
+// for all rules.
+//
+// Calls on Everyone hold its row to the end, so they are ordered among themselves.
+// Others join Everyone's group at their commit without that row, be it between a
+// checker's count and its end. So a checker of Everyone stands at its count. For
+// admissions that order agrees with the rest, since whoever checks what it joins, or
+// joins what else it checks, is kept apart from it. But a denial or a release in
+// between goes by what is committed, and finds the checker's agent where it was: it
+// may deny for an agent that is about to leave the group, or name a later rule than
+// the first that the order would violate. It never admits too many.
+//
+// Of several agents in one call each is measured at a moment of its own. Their
+// verdicts are right one by one; under Everyone there need be no moment at which all
+// of them are.
 //
 // Store.Prune may delete the row of an identity. It locks the row first, so no call
 // holds it then. A checker that comes later does not find the row and registers the
@@ -79,8 +90,8 @@ import (
 // holds for the new registration.
 //
 // The agent's lock makes two calls for one agent follow each other as a whole. Without
-// it both could measure the agent under its old identity before either records it,
-// and each would miss the move of the other.
+// it a call that stands at its count could still overwrite what a later call has made
+// of the agent, and calls for several agents could wait for each other's rows.
 //
 // A call that leaves a group (its agent moves to another identity), a release, a
 // deletion: each can only make room, and takes effect at its commit. They need no
@@ -100,7 +111,8 @@ import (
 // Calls on one identity follow each other from lookup to end: that is what an exact
 // limit means. Shared locks do not block one another, so that a field with one value
 // everywhere ("app") serialises nothing, except while an identity that has it as its
-// only field is registered.
+// only field is registered. Such a first use waits for the calls in flight on the field,
+// and new ones queue behind it: as long as the longest of the callers' transactions.
 
 // A lockKey is an advisory lock in PostgreSQL's 64-bit space.
 type lockKey struct {

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"fmt"
-	"log"
 	"log/slog"
 	"sync"
 	"testing"
@@ -31,6 +30,9 @@ func (b *buffer) Write(text []byte) (int, error) {
 
 	return b.text.Write(text)
 }
+
+// Printf implements the writer of GORM's own logger.
+func (b *buffer) Printf(text string, values ...any) { _, _ = fmt.Fprintf(b, text+"\n", values...) }
 
 func (b *buffer) String() string {
 	b.mutex.Lock()
@@ -82,15 +84,15 @@ func requireEveryKindOfStatement(t *testing.T, db *gorm.DB) {
 func TestNoLogHoldsWhatTheApplicationChose(t *testing.T) {
 	t.Parallel()
 
-	for name, make := range map[string]func(*buffer) logger.Interface{
+	for name, open := range map[string]func(*buffer) logger.Interface{
 		"every statement": func(text *buffer) logger.Interface {
-			return logger.New(log.New(text, "", 0), logger.Config{LogLevel: logger.Info})
+			return logger.New(text, logger.Config{LogLevel: logger.Info})
 		},
 		"every statement as a slow one": func(text *buffer) logger.Interface {
-			return logger.New(log.New(text, "", 0), logger.Config{LogLevel: logger.Warn, SlowThreshold: time.Nanosecond})
+			return logger.New(text, logger.Config{LogLevel: logger.Warn, SlowThreshold: time.Nanosecond})
 		},
 		"errors": func(text *buffer) logger.Interface {
-			return logger.New(log.New(text, "", 0), logger.Config{LogLevel: logger.Error})
+			return logger.New(text, logger.Config{LogLevel: logger.Error})
 		},
 		"slog": func(text *buffer) logger.Interface {
 			return logger.NewSlogLogger(slog.New(slog.NewTextHandler(text, &slog.HandlerOptions{Level: slog.LevelDebug})),
@@ -103,7 +105,7 @@ func TestNoLogHoldsWhatTheApplicationChose(t *testing.T) {
 
 				text := new(buffer)
 
-				db := pgtest.Open(t, &gorm.Config{Logger: make(text)})
+				db := pgtest.Open(t, &gorm.Config{Logger: open(text)})
 				if debug {
 					db = db.Debug()
 				}
@@ -121,13 +123,13 @@ func TestStatementsAreLoggedByTheApplicationsLogger(t *testing.T) {
 	t.Parallel()
 
 	text := new(buffer)
-	db := setup(t, &gorm.Config{Logger: logger.New(log.New(text, "", 0), logger.Config{LogLevel: logger.Info})})
+	db := setup(t, &gorm.Config{Logger: logger.New(text, logger.Config{LogLevel: logger.Info})})
 	require.NoError(t, limiter.Enforce(db, "agent", maxAgents(tenant, 1)))
 	require.Contains(t, text.String(), `INSERT INTO "legion_agents" AS agent`)
 
 	// A release of an agent that is not there is an answer, not an error to log.
 	errorsOnly := new(buffer)
-	quiet := db.Session(&gorm.Session{Logger: logger.New(log.New(errorsOnly, "", 0), logger.Config{LogLevel: logger.Error})})
+	quiet := db.Session(&gorm.Session{Logger: logger.New(errorsOnly, logger.Config{LogLevel: logger.Error})})
 	require.ErrorIs(t, limiter.Release(quiet, "nobody"), limiter.ErrNotFound)
 	requireDenied(t, limiter.Enforce(quiet, "another", maxAgents(tenant, 1)), limiter.LimitAgents)
 	require.Empty(t, errorsOnly.String())

@@ -61,7 +61,7 @@ func obeyConcurrentOrders(orders *json.Decoder, replies *json.Encoder) error {
 
 	pools := make([]*gorm.DB, concurrentCalls)
 	for i := range pools {
-		db, err := gorm.Open(postgres.Open(first.DSN), &gorm.Config{Logger: logger.Discard})
+		db, err := openConcurrentPool(first.DSN)
 		if err != nil {
 			return err
 		}
@@ -94,6 +94,23 @@ func obeyConcurrentOrders(orders *json.Decoder, replies *json.Encoder) error {
 			return err
 		}
 	}
+}
+
+// openConcurrentPool is a pool of one connection, like those of concurrentPools.
+func openConcurrentPool(dsn string) (*gorm.DB, error) {
+	db, err := gorm.Open(postgres.Open(dsn), &gorm.Config{Logger: logger.Discard})
+	if err != nil {
+		return nil, err
+	}
+
+	pool, err := db.DB()
+	if err != nil {
+		return nil, err
+	}
+
+	pool.SetMaxOpenConns(1)
+
+	return db, nil
 }
 
 // A concurrentProcess is a worker as its test sees it.

@@ -21,8 +21,8 @@ const maxRounds = 10
 var errRounds = fmt.Errorf("%w: identities of the call were pruned as often as they were registered: call again", fault.ErrContention)
 
 // register adds an identity to the registry in a short transaction that holds no
-// other lock, so that the wait for a busy field blocks nobody: an admission would hold
-// the exclusive lock until its end.
+// other lock, so that while it waits for a busy field nobody waits for it elsewhere. An
+// admission would hold the exclusive lock until its end.
 func (c *call) register(identity document) error {
 	return database.Transaction(c.db, c.settings.ConnectionTimeout, func(tx *gorm.DB) error {
 		if !c.hooks.WithoutFieldLocks && !identity.isEveryone() {

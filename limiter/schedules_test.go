@@ -232,6 +232,25 @@ func TestASlotThatIsReleasedUnderACallThatStandsAtItsCountIsTakenAgain(t *testin
 	require.True(t, readConcurrentState(t, scene.db)["x"].slot)
 }
 
+// Of several agents in one call each is measured at a moment of its own. Only Everyone,
+// whose group others join in between, shows it: there is no moment at which both agents
+// could have been admitted.
+func TestSeveralAgentsInOneCallAreMeasuredOneAfterTheOther(t *testing.T) {
+	t.Parallel()
+
+	scene := newConcurrentScene(t, "", "a", "b", "c")
+	scene.call("x", atMost("a", 3)).start().admitted()
+
+	several := scene.prepare(concurrentOperation{Admissions: []concurrentAdmission{
+		{"first", []concurrentRule{atMost("", 2)}},
+		{"second", []concurrentRule{atMost("a", 1)}},
+	}}).pausing(testhook.Measured).start()
+	scene.call("y", atMost("b", 3)).start().admitted() // now the first would be denied
+	scene.call("x", atMost("c", 3)).start().admitted() // and only now the second is not
+	several.resume().admitted()
+	scene.requireFault()
+}
+
 // Agents whose own turns are over revoke each other's. Were it not for the lock on the
 // own row, each would wait for the row that the other has revoked.
 func TestCallsThatRevokeEachOtherDoNotDeadlock(t *testing.T) {

@@ -215,5 +215,12 @@ func requireGolden(t *testing.T, path, actual string) {
 
 	expected, err := os.ReadFile(path)
 	require.NoError(t, err, "go test ./limiter -run TestStatements -update writes it")
-	require.Equal(t, string(expected), actual)
+
+	// One by one, so that a failure shows the statement that differs and no other.
+	expectedStatements, actualStatements := strings.Split(string(expected), "\n\n"), strings.Split(actual, "\n\n")
+	for i := range min(len(expectedStatements), len(actualStatements)) {
+		require.Equal(t, expectedStatements[i], actualStatements[i], "statement %d", i+1)
+	}
+
+	require.Len(t, actualStatements, len(expectedStatements))
 }

@@ -3,7 +3,6 @@ package limiter_test
 import (
 	"context"
 	"database/sql"
-	"errors"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -413,28 +412,14 @@ func TestAHookOfTheApplicationsModel(t *testing.T) {
 	}
 }
 
-func TestASessionInDryRunModeIsNeverAdmitted(t *testing.T) {
+func TestADryRunValidatesAndDoesNotTouchTheDatabase(t *testing.T) {
 	t.Parallel()
 
-	db := setup(t)
-	require.NoError(t, limiter.Enforce(db, "first", recordOnly(tenant)))
+	dry := setupUnreachable(t).Session(&gorm.Session{DryRun: true})
 
-	before := snapshot(t, db)
-	dry := db.Session(&gorm.Session{DryRun: true})
-	require.ErrorIs(t, limiter.Enforce(dry, "agent", recordOnly(tenant)), gorm.ErrDryRunModeUnsupported)
-	require.ErrorIs(t, limiter.Release(dry, "first"), gorm.ErrDryRunModeUnsupported)
-	require.Equal(t, before, snapshot(t, db))
-}
-
-func TestAnErrorThatDBCarriesIsReturned(t *testing.T) {
-	t.Parallel()
-
-	db := setup(t)
-	failed := errors.New("an earlier failure")
-
-	broken := db.Session(&gorm.Session{})
-	require.ErrorIs(t, broken.AddError(failed), failed)
-	require.ErrorIs(t, limiter.Enforce(broken, "agent", recordOnly(tenant)), failed)
-	require.ErrorIs(t, limiter.Release(broken, "agent"), failed)
-	require.Empty(t, agentIDs(t, db))
+	decision, err := limiter.Admit(dry, "agent", maxAgents(tenant, 0))
+	require.NoError(t, err)
+	require.Equal(t, []limiter.Quota{{Limit: limiter.LimitAgents}}, decision.Rules[0].Quotas)
+	require.ErrorIs(t, limiter.Enforce(dry, "agent", maxAgents(nil, 1)), limiter.ErrInvalidRule)
+	require.ErrorIs(t, limiter.Enforce(dry, "", maxAgents(tenant, 1)), limiter.ErrInvalidAgentID)
 }

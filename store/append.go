@@ -31,13 +31,13 @@ const appendAttempts = 3
 // whose reply was lost. An entry without an ID gets a random one before the first attempt.
 //
 // The usage is bounded, see [MaxUsageEntries]: an append that finds it full folds all
-// but the newest 128 entries into sums, one entry for each
+// but the newest 128 entries into sums, one entry
 //
-//   - minute of the last hour,
-//   - hour of the last 7 days before,
-//   - day of the last 31 days,
-//   - week of the last 53 weeks,
-//   - two years of what is older.
+//   - for each minute, up to an hour ago;
+//   - for each hour, up to 7 days ago;
+//   - for each day, up to 31 days ago;
+//   - for each week, up to 53 weeks ago;
+//   - for two years each of what is older.
 //
 // A folded entry has the newest At of what it sums up and the number of requests
 // (models.Usage.Folded); their IDs, models and extra keys are gone. So what a limit sums

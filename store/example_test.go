@@ -4,12 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"time"
 
-	"gorm.io/driver/postgres"
 	"gorm.io/gorm"
-	"gorm.io/gorm/logger"
 
 	"github.com/legion-gorm/legion/internal/pgtest"
 	"github.com/legion-gorm/legion/models"
@@ -208,56 +205,12 @@ func ExampleStore_Prune() {
 	// {Agents:0 UsageEntries:1 Identities:0} <nil>
 }
 
-// openDatabase opens a migrated database of the example's own.
-func openDatabase() (db *gorm.DB, closeDB func()) {
-	server, err := exampleServer.start()
-	if err != nil {
-		panic(err)
-	}
-
-	dsn, err := server.CreateDatabase(context.Background())
-	if err != nil {
-		panic(err)
-	}
-
-	// GORM's own logger prints slow statements among the output.
-	db, err = gorm.Open(postgres.Open(dsn), &gorm.Config{Logger: logger.Discard})
-	if err != nil {
-		panic(err)
-	}
-
-	pool, err := db.DB()
-	if err != nil {
-		panic(err)
-	}
-
+// openDatabase returns a migrated database, and a function that drops it.
+func openDatabase() (db *gorm.DB, drop func()) {
+	db, drop = pgtest.OpenForExample()
 	if err := db.AutoMigrate(&models.LegionAgent{}); err != nil {
 		panic(err)
 	}
 
-	return db, func() { _ = pool.Close() }
-}
-
-// exampleServer is the server of all examples, since they have no testing.TB to ask the
-// shared one with.
-var exampleServer = &lazyServer{}
-
-type lazyServer struct {
-	once    sync.Once
-	started *pgtest.Server
-	err     error
-}
-
-func (s *lazyServer) start() (*pgtest.Server, error) {
-	s.once.Do(func() { s.started, s.err = pgtest.Start(context.Background()) })
-
-	return s.started, s.err
-}
-
-func (s *lazyServer) stop() error {
-	if s.started == nil {
-		return nil
-	}
-
-	return s.started.Stop()
+	return db, drop
 }

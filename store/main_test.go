@@ -3,7 +3,6 @@ package store_test
 import (
 	"errors"
 	"fmt"
-	"os"
 	"testing"
 	"time"
 
@@ -16,22 +15,7 @@ import (
 	"github.com/legion-gorm/legion/store"
 )
 
-func TestMain(m *testing.M) { pgtest.Main(tests{m}) }
-
-// tests are those of the package and the server of its examples.
-type tests struct{ *testing.M }
-
-func (m tests) Run() int {
-	code := m.M.Run()
-
-	if err := exampleServer.stop(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-
-		code = max(code, 1)
-	}
-
-	return code
-}
+func TestMain(m *testing.M) { pgtest.Main(m) }
 
 // agentID is the agent of the tests that need one.
 const agentID = "agent-1"

@@ -2,6 +2,7 @@ package store_test
 
 import (
 	"context"
+	"database/sql"
 	"errors"
 	"io"
 	"testing"
@@ -85,6 +86,29 @@ func TestOurOwnErrorsLeaveTheCallersTransactionUsable(t *testing.T) {
 		return agents.Save(t.Context(), store.Patch{AgentID: agentID, AgentType: pointer("written")})
 	}))
 	require.Equal(t, "written", *b.row(t, agentID).AgentType)
+}
+
+func TestAConflictInTheCallersTransactionIsTheCallersToRetry(t *testing.T) {
+	t.Parallel()
+
+	b := setupAgent(t)
+
+	err := b.db.Transaction(func(tx *gorm.DB) error {
+		agents := store.For[models.LegionAgent](tx)
+		if _, err := agents.Get(t.Context(), agentID); err != nil {
+			return err
+		}
+
+		// After the snapshot of the transaction.
+		require.NoError(t, b.agents.Save(t.Context(), store.Patch{AgentID: agentID, AgentType: pointer("chat")}))
+
+		_, err := agents.AppendUsage(t.Context(), agentID, models.Usage{TotalTokens: 1})
+
+		return err
+	}, &sql.TxOptions{Isolation: sql.LevelRepeatableRead})
+	require.True(t, database.HasCode(err, database.CodeSerializationFailure), err)
+	require.True(t, database.Retryable(err))
+	require.Empty(t, b.usage(t, agentID))
 }
 
 // A db captured outside of a transaction that has the only connection.

@@ -11,9 +11,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"os"
-	"os/signal"
-	"syscall"
 
 	"gorm.io/gorm"
 
@@ -25,18 +22,7 @@ import (
 // the application's db would wait for itself.
 const connections = 1
 
-func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-
-	err := server.With(ctx, connections, func(db *gorm.DB) error { return run(ctx, db, os.Stdout) })
-
-	stop()
-
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "hooks:", err)
-		os.Exit(1)
-	}
-}
+func main() { server.Main("hooks", connections, run) }
 
 // run is the application: it starts, and its users do things.
 func run(ctx context.Context, db *gorm.DB, out io.Writer) error {

@@ -11,9 +11,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"os"
-	"os/signal"
-	"syscall"
 
 	"gorm.io/gorm"
 
@@ -24,18 +21,7 @@ import (
 // connections is more than enough: the steps make one call after the other.
 const connections = 2
 
-func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-
-	err := server.With(ctx, connections, func(db *gorm.DB) error { return run(ctx, db, os.Stdout) })
-
-	stop()
-
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "quickstart:", err)
-		os.Exit(1)
-	}
-}
+func main() { server.Main("quickstart", connections, run) }
 
 // run tells the whole story to out. What it says depends on nothing but the code.
 func run(ctx context.Context, db *gorm.DB, out io.Writer) error {

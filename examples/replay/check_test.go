@@ -381,3 +381,16 @@ func TestAStartOutsideItsTransactionIsFound(t *testing.T) {
 
 	require.ErrorIs(t, compareBooks(t.Context(), db), errLogDisagrees)
 }
+
+func TestAStartThatMovesIsFound(t *testing.T) {
+	t.Parallel()
+
+	db := writeLog(t, []logged{
+		{turn: 1, agentID: "a", admitted: 100, ended: 200},
+		{turn: 2, agentID: "a", admitted: 300, started: 101, ended: 400},
+	})
+	started := moment(100)
+	require.NoError(t, db.Create(&models.LegionAgent{AgentID: "a", StartedAt: &started, Status: models.StatusIdle}).Error)
+
+	require.ErrorIs(t, compareBooks(t.Context(), db), errLogDisagrees)
+}

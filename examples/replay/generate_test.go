@@ -12,9 +12,12 @@ func TestAGeneratedTraceDependsOnItsSeedAlone(t *testing.T) {
 
 	const count = 1000
 
-	require.Equal(t, generateTrace(1, count), generateTrace(1, count))
-	require.Equal(t, generateTrace(1, count)[:10], generateTrace(1, 10))
-	require.NotEqual(t, generateTrace(1, count), generateTrace(2, count))
+	requests := generateTrace(1, count)
+	again := generateTrace(1, count)
+
+	require.Equal(t, requests, again)
+	require.Equal(t, requests[:10], generateTrace(1, 10))
+	require.NotEqual(t, requests, generateTrace(2, count))
 }
 
 func TestAGeneratedTraceHasTheShapeOfTheRealOne(t *testing.T) {

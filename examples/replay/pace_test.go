@@ -39,6 +39,7 @@ func TestAPaceAsFastAsPossibleMeasuresItsWindows(t *testing.T) {
 
 	require.Equal(t, 4*time.Second, pace.window(30*time.Second, time.Minute, at(5)), "all since the first")
 	require.Equal(t, 6*time.Second, pace.window(60*time.Second, time.Minute, at(8)), "the minute begins after the first")
+	require.Equal(t, 6*time.Second, pace.window(85*time.Second, time.Minute, at(8)), "the one that had to wait is no mark")
 	require.Equal(t, 4*time.Second, pace.window(90*time.Second, time.Minute, at(8)), "the minute begins after the second")
 	require.Equal(t, shortestWindow, pace.window(150*time.Second, time.Minute, at(8)))
 }

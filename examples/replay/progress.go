@@ -65,5 +65,6 @@ func (p *progress) add(now time.Time) {
 func (p *progress) finish() {
 	if p.bar != nil {
 		_ = p.bar.Exit()
+		_ = p.bar.Clear()
 	}
 }

@@ -75,31 +75,6 @@ func dropDatabase(ctx context.Context, admin *sql.DB, name string) error {
 	return nil
 }
 
-// dropPrefixed drops what an owner left on the server of LEGION_TEST_DSN. The prefix has a random
-// part of that owner's, so no other process's database matches.
-func dropPrefixed(ctx context.Context, dsn, prefix string) error {
-	ctx, cancel := context.WithTimeout(ctx, dropTimeout)
-	defer cancel()
-	admin, err := sql.Open("pgx", dsn)
-	if err != nil {
-		return fmt.Errorf("open a connection: %w", err)
-	}
-	defer func() { _ = admin.Close() }()
-
-	var names string
-	err = admin.QueryRowContext(ctx,
-		"SELECT coalesce(string_agg(datname::text, ' '), '') FROM pg_database WHERE starts_with(datname::text, $1)", prefix).Scan(&names)
-	if err != nil {
-		return fmt.Errorf("list the databases to drop: %w", err)
-	}
-	var failures []error
-	for name := range strings.FieldsSeq(names) {
-		failures = append(failures, dropDatabase(ctx, admin, name))
-	}
-
-	return errors.Join(failures...)
-}
-
 func isObjectInUse(err error) bool {
 	var postgres *pgconn.PgError
 

@@ -324,7 +324,8 @@ func TestServerTakesAnotherPortWhenItLosesTheRaceForOne(t *testing.T) {
 	defer func() { require.NoError(t, server.release()) }()
 	chosen := 0
 	server.choosePort = func(ctx context.Context) (string, error) {
-		if chosen++; chosen == 1 {
+		chosen++
+		if chosen == 1 {
 			return taken, nil
 		}
 

@@ -88,5 +88,6 @@ func TestServerThatWasGivenButDoesNotAnswerIsNotReplacedByAnother(t *testing.T) 
 	require.Len(t, unavailable.attempts, 1)
 	require.Equal(t, SourceDSN, unavailable.attempts[0].source)
 	require.ErrorContains(t, err, "While LEGION_TEST_DSN is set, no other source is tried.")
+	require.ErrorContains(t, err, "connection refused")
 	require.NotContains(t, err.Error(), "hush")
 }

@@ -99,9 +99,7 @@ func supervise(control io.Reader, answers io.Writer) error {
 func launch(ctx context.Context, request *order) (launched, error) {
 	switch request.Source {
 	case SourceDSN:
-		release := func() error { return dropPrefixed(context.WithoutCancel(ctx), request.DSN, request.Prefix) }
-
-		return launched{reply{DSN: request.DSN}, release}, nil
+		return launchGiven(ctx, request)
 	case SourceLocal:
 		return launchLocal(ctx, request)
 	case SourceDocker:

@@ -128,7 +128,8 @@ func TestVerdicts(t *testing.T) {
 			enforce("one", rule(tenant, running(1))), pass(lease), enforce("two", rule(tenant, running(1))),
 		}, reference.Admitted},
 		{"a turn's slot, however long ago the agent started", []reference.Operation{
-			enforce("one", record), pass(window), reference.Turn{Agent: "one", Running: true, Run: "run", Lease: reference.At(2 * window)},
+			enforce("one", record), pass(window),
+			reference.Turn{Agent: "one", Running: true, Run: "run", Lease: reference.At(2 * window)},
 			enforce("two", rule(tenant, running(1))),
 		}, reference.Denied},
 		{"a turn's slot after its lease", []reference.Operation{
@@ -238,22 +239,22 @@ func TestSlotsAreRevokedOnlyToAdmit(t *testing.T) {
 		enforce("two", rule(member, reference.Policy{})), expired("two"),
 	)
 
+	running := func(identity reference.Identity, limit int64) reference.Rule {
+		return rule(identity, reference.Policy{MaxRunningAgents: &limit})
+	}
+	nobody := rule(tenant, reference.Policy{MaxAgents: new(int64(0))})
+
 	for _, test := range []struct {
 		name    string
 		call    reference.Enforce
 		outcome reference.Outcome
 		revoked []string
 	}{
-		{"where there is room", enforce("three", rule(tenant, reference.Policy{MaxRunningAgents: new(int64(3))})), reference.Admitted, nil},
-		{"where they are in the way", enforce("three", rule(tenant, reference.Policy{MaxRunningAgents: new(int64(2))})),
-			reference.Admitted, []string{"one", "two"}},
-		{"in the group only", enforce("three", rule(member, reference.Policy{MaxRunningAgents: new(int64(1))})),
-			reference.Admitted, []string{"two"}},
-		{"but the caller's own", enforce("two", rule(tenant, reference.Policy{MaxRunningAgents: new(int64(1))})),
-			reference.Admitted, []string{"one"}},
-		{"not for a denial", enforce("three",
-			rule(tenant, reference.Policy{MaxRunningAgents: new(int64(2))}), rule(tenant, reference.Policy{MaxAgents: new(int64(0))})),
-			reference.Denied, nil},
+		{"where there is room", enforce("three", running(tenant, 3)), reference.Admitted, nil},
+		{"where they are in the way", enforce("three", running(tenant, 2)), reference.Admitted, []string{"one", "two"}},
+		{"in the group only", enforce("three", running(member, 1)), reference.Admitted, []string{"two"}},
+		{"but the caller's own", enforce("two", running(tenant, 1)), reference.Admitted, []string{"one"}},
+		{"not for a denial", enforce("three", running(tenant, 2), nobody), reference.Denied, nil},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()

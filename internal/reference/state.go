@@ -102,18 +102,20 @@ func (a Agent) String() string {
 		status = "running"
 	}
 
-	text := fmt.Sprintf("%s %s started %s updated %s %s run %q lease %s reserved %d",
+	var text strings.Builder
+
+	_, _ = fmt.Fprintf(&text, "%s %s started %s updated %s %s run %q lease %s reserved %d",
 		a.ID, a.Identity, a.Started, a.Updated, status, a.Run, a.Lease, a.Reserved)
 
 	for _, entry := range a.Usage {
-		text += fmt.Sprintf(" %q@%s:%d,%d", entry.ID, entry.At, entry.Tokens, entry.Evals)
+		_, _ = fmt.Fprintf(&text, " %q@%s:%d,%d", entry.ID, entry.At, entry.Tokens, entry.Evals)
 	}
 
 	if a.Deleted.Known {
-		text += " deleted " + a.Deleted.String()
+		_, _ = fmt.Fprintf(&text, " deleted %s", a.Deleted)
 	}
 
-	return text
+	return text.String()
 }
 
 // Settings are the plugin's.

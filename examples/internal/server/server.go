@@ -5,6 +5,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"syscall"
 
 	"gorm.io/driver/postgres"
 	"gorm.io/gorm"
@@ -12,6 +16,21 @@ import (
 
 	"github.com/legion-gorm/legion/internal/pgtest"
 )
+
+// Main is the main function of an example: it calls run with a database and standard
+// output, lets an interrupt end it, and exits with 1 if it fails.
+func Main(name string, connections int, run func(ctx context.Context, db *gorm.DB, out io.Writer) error) {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+
+	err := With(ctx, connections, func(db *gorm.DB) error { return run(ctx, db, os.Stdout) })
+
+	stop()
+
+	if err != nil {
+		fmt.Fprintf(os.Stderr, "%s: %v\n", name, err)
+		os.Exit(1)
+	}
+}
 
 // With starts a PostgreSQL server, or takes that of LEGION_TEST_DSN, and calls body with
 // a pool of so many connections to a new, empty database. Afterwards, and when ctx ends,

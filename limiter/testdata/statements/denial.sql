@@ -35,7 +35,7 @@ WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
 SELECT forecast.rule, (extract(epoch FROM clock.now) * 1000000)::bigint, forecast.used, forecast.resets_at, forecast.blocked_to
 FROM clock CROSS JOIN (
 SELECT $1::int AS rule, $2::int AS quota,
-  least(9223372036854775807, ceil(coalesce(sum(amount), 0)))::bigint AS used, max(least(9223372036854775807, expires))::bigint AS resets_at, max(least(9223372036854775807, expires)) FILTER (WHERE held >= $3::numeric)::bigint AS blocked_to
+  least(9223372036854775807, ceil(coalesce(sum(amount), 0)))::bigint AS used, max(least(9223372036854775807, expires)) FILTER (WHERE amount > 0)::bigint AS resets_at, max(least(9223372036854775807, expires)) FILTER (WHERE held >= $3::numeric)::bigint AS blocked_to
 FROM (
   SELECT amount, expires, ceil(sum(CASE WHEN own THEN 0 ELSE amount END) OVER (ORDER BY expires DESC)) AS held FROM (SELECT CASE jsonb_typeof(entry -> 'evals') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'evals')::numeric)) ELSE 0 END AS amount, (entry ->> 'at')::numeric * 1000 + $4::bigint AS expires, false AS own
   FROM "legion_agents" AS agent
