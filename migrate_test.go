@@ -282,6 +282,35 @@ func TestMigrateOfAnUpToDateSchemaWaitsForNobody(t *testing.T) {
 	}
 }
 
+func TestMigrationsExcludeEachOther(t *testing.T) {
+	t.Parallel()
+
+	for name, options := range map[string][]legion.MigrateOption{
+		"in one transaction":      nil,
+		"with concurrent indexes": {legion.WithConcurrentIndexes()},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			db, _ := setup(t)
+			require.NoError(t, db.Exec(olderTable).Error)
+			before := versions(t, db)
+
+			holder := begin(t, db)
+			require.NoError(t, holder.Exec("SELECT pg_advisory_xact_lock(?)", migrationLock).Error)
+
+			ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
+			defer cancel()
+			require.ErrorIs(t, legion.Migrate(db.WithContext(ctx), options...), context.DeadlineExceeded)
+			require.ErrorIs(t, legion.MigrateDown(db.WithContext(ctx)), context.DeadlineExceeded)
+			require.Equal(t, before, versions(t, db))
+
+			require.NoError(t, holder.Rollback().Error)
+			require.NoError(t, legion.Migrate(db, options...))
+		})
+	}
+}
+
 func TestMigrateThatHasToWaitForATableLetsOthersPass(t *testing.T) {
 	t.Parallel()
 

@@ -1,7 +1,6 @@
 package limiter_test
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"time"

@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"errors"
 	"io"
 	"os"
 	"path/filepath"
@@ -155,6 +156,28 @@ func TestAReplayThatIsInterruptedEnds(t *testing.T) {
 	t.Cleanup(cancel)
 
 	require.ErrorIs(t, tell(ctx, db, trace, options, progress, io.Discard), context.DeadlineExceeded)
+}
+
+func TestAReplayThatWaitsForTheTraceIsInterrupted(t *testing.T) {
+	t.Parallel()
+
+	options := options{workers: 1, speed: 1}
+	db, progress := setup(t, options)
+	require.NoError(t, legion.Migrate(db))
+	require.NoError(t, db.AutoMigrate(&admission{}))
+
+	trace := burst(2)
+	trace.turns[1].offset = time.Hour
+	replay := replay{db: db, turns: trace.turns, workers: options.workers, speed: options.speed, progress: progress}
+	interrupted := errors.New("interrupted")
+
+	// Once the first turn is over there is nothing to do for an hour.
+	ctx, cancel := context.WithCancelCause(t.Context())
+	t.Cleanup(func() { cancel(nil) })
+	time.AfterFunc(5*time.Second, func() { cancel(interrupted) })
+
+	_, err := replay.run(ctx)
+	require.ErrorIs(t, err, interrupted)
 }
 
 func TestAnErrorOfTheDatabaseEndsTheReplay(t *testing.T) {
