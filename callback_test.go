@@ -449,7 +449,7 @@ func TestTwoAgentModelsShareADatabaseWithOneDBEach(t *testing.T) {
 }
 
 // It does not run in parallel, since testing.AllocsPerRun counts the whole process.
-func TestModelsWithoutRulesCostNothing(t *testing.T) {
+func TestModelsWithoutRulesCostNothing(t *testing.T) { //nolint:paralleltest // as said
 	plain, with := pgtest.Open(t), pgtest.Open(t)
 	require.NoError(t, plain.AutoMigrate(&Note{}))
 	useLegion(t, with)

@@ -46,7 +46,7 @@ func WithLease(lease time.Duration) Option {
 	return func(p *Plugin) {
 		p.settings.Lease = lease
 		if lease <= 0 {
-			p.reject("WithLease(%s): a lease must be positive", lease)
+			p.rejectf("WithLease(%s): a lease must be positive", lease)
 		}
 	}
 }
@@ -58,7 +58,7 @@ func WithConnectionTimeout(timeout time.Duration) Option {
 	return func(p *Plugin) {
 		p.settings.ConnectionTimeout = timeout
 		if timeout <= 0 {
-			p.reject("WithConnectionTimeout(%s): the time must be positive", timeout)
+			p.rejectf("WithConnectionTimeout(%s): the time must be positive", timeout)
 		}
 	}
 }
@@ -91,8 +91,8 @@ func WithMigrate(options ...MigrateOption) Option {
 	}
 }
 
-// reject remembers the first option that cannot work, for Initialize to report.
-func (p *Plugin) reject(format string, args ...any) {
+// rejectf remembers the first option that cannot work, for Initialize to report.
+func (p *Plugin) rejectf(format string, args ...any) {
 	if p.rejected == nil {
 		p.rejected = fmt.Errorf("%w: "+format, append([]any{fault.ErrInvalidConfig}, args...)...)
 	}

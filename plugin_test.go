@@ -19,6 +19,7 @@ import (
 // statementCounter is a logger that counts what is run.
 type statementCounter struct {
 	logger.Interface
+
 	count *int
 }
 
@@ -37,6 +38,7 @@ type KeyedAgent struct {
 // StrictAgent has a column that our INSERT cannot fill.
 type StrictAgent struct {
 	models.LegionAgent
+
 	Title string `gorm:"not null"`
 }
 
@@ -48,6 +50,7 @@ type PrefixedAgent struct {
 // LaxAgent has columns that are no obstacle.
 type LaxAgent struct {
 	models.LegionAgent
+
 	Title   *string
 	Room    string `gorm:"not null;default:lobby"`
 	Visits  int64

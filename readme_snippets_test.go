@@ -3,6 +3,7 @@ package legion_test
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"net/http"
 	"testing"
 	"time"
@@ -47,9 +48,9 @@ func readmeEnforce(ctx context.Context, db *gorm.DB, agentID string) int {
 		},
 	)
 
-	var exceeded *limiter.ExceededError
-	if errors.As(err, &exceeded) {
-		// exceeded.Rule.Name, exceeded.Violations, exceeded.RetryAfter
+	if exceeded, ok := errors.AsType[*limiter.ExceededError](err); ok {
+		slog.Info("denied", "rule", exceeded.Rule.Name, "violations", exceeded.Violations, "retry after", exceeded.RetryAfter)
+
 		return http.StatusTooManyRequests
 	}
 
@@ -95,6 +96,7 @@ func (j *Job) LegionRules(context.Context) (string, []limiter.Rule, error) {
 
 type SupportAgent struct {
 	models.LegionAgent
+
 	Title *string // columns that you add are nullable or have a default
 }
 

@@ -271,7 +271,7 @@ func concurrentWaiters(t *testing.T, db *gorm.DB) (processes []int) {
 	t.Helper()
 
 	require.NoError(t, db.WithContext(t.Context()).Raw(`SELECT pid FROM pg_stat_activity
-WHERE datname = current_database() AND wait_event_type = 'Lock'`).Scan(&processes).Error)
+WHERE datname = current_database() AND backend_type = 'client backend' AND wait_event_type = 'Lock'`).Scan(&processes).Error)
 
 	return processes
 }

@@ -77,6 +77,23 @@ func EnforceAll(db *gorm.DB, admissions ...Admission) error {
 	return err
 }
 
+// A call is one or more requests on their way to a verdict.
+type call struct {
+	requests []*request
+
+	db       *gorm.DB
+	settings database.Settings
+	tables   database.Tables
+	hooks    *testhook.Hooks
+
+	// denied is the request that was denied, for the observer.
+	denied *request
+
+	// began and locked are when the call began, and when it last held its locks, for
+	// the observer.
+	began, locked time.Time
+}
+
 func admitAll(db *gorm.DB, admissions []Admission) ([]*Decision, error) {
 	call, err := newCall(db, admissions)
 	if err != nil {
@@ -121,23 +138,6 @@ func (c *call) run() ([]*Decision, error) {
 	defer leave()
 
 	return c.alone()
-}
-
-// A call is one or more requests on their way to a verdict.
-type call struct {
-	requests []*request
-
-	db       *gorm.DB
-	settings database.Settings
-	tables   database.Tables
-	hooks    *testhook.Hooks
-
-	// denied is the request that was denied, for the observer.
-	denied *request
-
-	// began and locked are when the call began, and when it last held its locks, for
-	// the observer.
-	began, locked time.Time
 }
 
 // A policyProvider is a plugin that has a default policy.

@@ -157,15 +157,15 @@ func TestZeroDeniesEveryAgent(t *testing.T) {
 
 	require.Empty(t, agentIDs(t, db))
 
-	// Also one that is there already, and one that is not counted at all.
+	// Also one that is there already, and one in whose group nobody is counted.
 	require.NoError(t, limiter.Enforce(db, "present", recordOnly(tenant)))
-	insert(t, db, models.LegionAgent{AgentID: "old", Metadata: document(t, tenant), StartedAt: pointer(ago(2 * window))})
+	insert(t, db, models.LegionAgent{AgentID: "old", Metadata: document(t, otherTenant), StartedAt: pointer(ago(2 * window))})
 
-	for _, agentID := range []string{"present", "old"} {
-		requireDenied(t, limiter.Enforce(db, agentID, maxAgents(tenant, 0)), limiter.LimitAgents)
-		requireDenied(t, limiter.Enforce(db, agentID, maxRunning(tenant, 0)), limiter.LimitRunningAgents)
-		requireDenied(t, limiter.Enforce(db, agentID, maxTokens(tenant, 0)), limiter.LimitTokens)
-		requireDenied(t, limiter.Enforce(db, agentID, maxEvals(tenant, 0)), limiter.LimitEvals)
+	for agentID, identity := range map[string]limiter.Identity{"present": tenant, "old": otherTenant} {
+		requireDenied(t, limiter.Enforce(db, agentID, maxAgents(identity, 0)), limiter.LimitAgents)
+		requireDenied(t, limiter.Enforce(db, agentID, maxRunning(identity, 0)), limiter.LimitRunningAgents)
+		requireDenied(t, limiter.Enforce(db, agentID, maxTokens(identity, 0)), limiter.LimitTokens)
+		requireDenied(t, limiter.Enforce(db, agentID, maxEvals(identity, 0)), limiter.LimitEvals)
 	}
 }
 

@@ -233,7 +233,7 @@ func quote(text string) string {
 
 	encoder := json.NewEncoder(&quoted)
 	encoder.SetEscapeHTML(false)
-	_ = encoder.Encode(text) // a string cannot fail, nor can a strings.Builder
+	_ = encoder.Encode(text) //nolint:errchkjson // a string cannot fail, nor can a strings.Builder
 
 	return strings.TrimSuffix(quoted.String(), "\n")
 }

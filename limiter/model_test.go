@@ -3,9 +3,7 @@ package limiter_test
 import (
 	"errors"
 	"fmt"
-	"os"
 	"slices"
-	"strconv"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -43,21 +41,22 @@ const (
 func TestVerdictsFiguresAndRowsAgreeWithTheReferenceModel(t *testing.T) {
 	t.Parallel()
 
-	count := modelCount(t)
+	share := concurrentCount(t, modelOperations) / modelDatabases
 
 	for i := range modelDatabases {
 		t.Run(fmt.Sprintf("database %d", i+1), func(t *testing.T) {
 			t.Parallel()
 
 			machine := modelSetup(t)
+			operations := modelGenerate()
 
-			for machine.performed*modelDatabases < modelOperations*count {
+			for machine.performed < share {
 				rapid.Check(t, func(t *rapid.T) {
 					machine.reset(t)
 
 					for range modelStretches {
 						t.Repeat(map[string]func(*rapid.T){
-							"operation": func(t *rapid.T) { machine.perform(t, modelGenerate().Draw(t, "operation")) },
+							"operation": func(t *rapid.T) { machine.perform(t, operations.Draw(t, "operation")) },
 						})
 					}
 				})
@@ -71,21 +70,6 @@ func TestVerdictsFiguresAndRowsAgreeWithTheReferenceModel(t *testing.T) {
 			}
 		})
 	}
-}
-
-func modelCount(t *testing.T) int {
-	t.Helper()
-
-	factor, ok := os.LookupEnv("LEGION_TEST_COUNT")
-	if !ok {
-		return 1
-	}
-
-	count, err := strconv.Atoi(factor)
-	require.NoError(t, err, "LEGION_TEST_COUNT must be a whole number")
-	require.Positive(t, count, "LEGION_TEST_COUNT must be at least 1")
-
-	return count
 }
 
 // modelMachine is the database and what should be in it.

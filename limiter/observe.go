@@ -65,8 +65,7 @@ func (c *call) observe(decisions []*Decision, err error) {
 		Took:          time.Since(c.began),
 	}
 
-	var denial *ExceededError
-	if errors.As(err, &denial) {
+	if denial, ok := errors.AsType[*ExceededError](err); ok {
 		observation.AgentID, observation.Denial = denial.AgentID, denial
 		observation.Rules = c.deniedRules(denial)
 		tell(observer, observation)

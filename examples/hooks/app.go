@@ -6,7 +6,7 @@ import (
 	"gorm.io/gorm"
 )
 
-// User, Chat and Message were there before.
+// User is somebody of a tenant. Users, chats and messages were there before.
 type User struct {
 	Email  string `gorm:"primaryKey"`
 	Tenant string

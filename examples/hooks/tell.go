@@ -14,23 +14,26 @@ import (
 
 // tell shows what the users do and what becomes of it.
 func tell(db *gorm.DB, out io.Writer) error {
-	const tenant = "acme"
+	const (
+		tenant = "acme"
+		ada    = "ada@example.com"
+	)
 
 	events := []struct {
 		what string
 		do   func() error
 	}{
 		{"ada signs up and gets a first chat", func() error {
-			return signUp(db, User{Email: "ada@example.com", Tenant: tenant}, Chat{ID: "chat-1"})
+			return signUp(db, User{Email: ada, Tenant: tenant}, Chat{ID: "chat-1"})
 		}},
 		{"ada opens a second chat", func() error {
-			return db.Create(&Chat{ID: "chat-2", Tenant: tenant, Email: "ada@example.com"}).Error
+			return db.Create(&Chat{ID: "chat-2", Tenant: tenant, Email: ada}).Error
 		}},
 		{"ada opens a third chat", func() error {
-			return db.Create(&Chat{ID: "chat-3", Tenant: tenant, Email: "ada@example.com"}).Error
+			return db.Create(&Chat{ID: "chat-3", Tenant: tenant, Email: ada}).Error
 		}},
 		{"ada saves her first chat again", func() error {
-			return db.Save(&Chat{ID: "chat-1", Tenant: tenant, Email: "ada@example.com"}).Error
+			return db.Save(&Chat{ID: "chat-1", Tenant: tenant, Email: ada}).Error
 		}},
 		{"the tenant asks for two reports at once", func() error {
 			return db.Create([]*Report{{ID: "report-1", Tenant: tenant, Title: "Sales"}, {ID: "report-2", Tenant: tenant, Title: "Costs"}}).Error

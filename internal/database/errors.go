@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -34,13 +35,7 @@ func HasCode(err error, codes ...string) bool {
 		return false
 	}
 
-	for _, code := range codes {
-		if server.Code == code {
-			return true
-		}
-	}
-
-	return false
+	return slices.Contains(codes, server.Code)
 }
 
 // Explain adds the remedy to an error that the driver reports where there is one.
@@ -66,8 +61,7 @@ func connectionLost(err error) bool {
 		return false
 	}
 
-	var server *pgconn.PgError
-	if errors.As(err, &server) {
+	if server, ok := errors.AsType[*pgconn.PgError](err); ok {
 		// Class 08: connection exceptions. 57P01 to 57P03: the server is going down,
 		// has crashed, or is not up yet. 25006 is what a server says that became a
 		// standby under us.

@@ -28,7 +28,7 @@ func Main(name string, connections int, run func(ctx context.Context, db *gorm.D
 
 	if err != nil {
 		fmt.Fprintf(os.Stderr, "%s: %v\n", name, err)
-		os.Exit(1)
+		os.Exit(1) //nolint:revive // it is the main function of several commands
 	}
 }
 
