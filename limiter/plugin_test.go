@@ -54,6 +54,21 @@ func TestTheZeroPolicyIsInvalidWithoutADefault(t *testing.T) {
 	require.ErrorContains(t, err, "legion.WithDefaultPolicy", "the remedy")
 }
 
+func TestLimitsOnUsageAreInvalidWhereNoneIsRecorded(t *testing.T) {
+	t.Parallel()
+
+	db := setupWith(t, plugin{settings: database.Settings{WithoutUsage: true}})
+
+	for _, rule := range []limiter.Rule{maxTokens(tenant, 5), maxEvals(tenant, 5)} {
+		err := limiter.Enforce(db, "agent", recordOnly(tenant), rule)
+		require.ErrorIs(t, err, limiter.ErrInvalidRule)
+		require.ErrorContains(t, err, "leave that option out, or these limits", "the remedy")
+	}
+
+	require.Empty(t, agentIDs(t, db))
+	require.NoError(t, limiter.Enforce(db, "agent", maxAgents(tenant, 5), maxRunning(tenant, 5)))
+}
+
 // chatAgent is an application's agent model with columns of its own.
 type chatAgent struct {
 	models.LegionAgent

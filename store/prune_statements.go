@@ -100,8 +100,8 @@ WHERE ?
 ORDER BY registered.identity FOR UPDATE SKIP LOCKED`, identities, batch)
 }
 
-// deleteIdentitiesStatement asks for each identity with the GIN index on metadata, which
-// serves metadata @> identity and no other spelling.
+// deleteIdentitiesStatement asks for each identity with the GIN index on metadata: that
+// serves the bare column only, and only as what contains.
 func deleteIdentitiesStatement(identities, agents clause.Table, keys string) clause.Expression {
 	return expression(`DELETE FROM ? AS registered USING jsonb_array_elements_text(?::jsonb) AS locked (key)
 WHERE registered.identity = locked.key::jsonb

@@ -92,7 +92,9 @@ func (r *replay) dispatch(ctx context.Context, pace *pace, events chan<- event, 
 			schedule.take()
 			pace.reached(next.due, time.Now())
 		case result := <-results:
-			if result.err != nil {
+			if result.err != nil && ctx.Err() != nil {
+				return nil, context.Cause(ctx)
+			} else if result.err != nil {
 				return nil, fmt.Errorf("turn %d: %w", result.turn.number, result.err)
 			}
 
