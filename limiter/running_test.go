@@ -292,6 +292,22 @@ func TestAVerdictRevokesTheExpiredReservationsThatItNeeds(t *testing.T) {
 	require.Equal(t, models.StatusIdle, find(t, db, "agent").Status)
 }
 
+func TestARevocationIsKeptThoughNothingElseIsWritten(t *testing.T) {
+	t.Parallel()
+
+	db := setup(t)
+	require.NoError(t, limiter.Enforce(db, "agent", recordOnly(tenant)))
+
+	expired := turn(t, "expired", tenant, -time.Second)
+	expired.ReservedTokens = 900
+	insert(t, db, expired)
+	before := find(t, db, "agent")
+
+	require.NoError(t, limiter.Enforce(db, "agent", maxTokens(tenant, 100)))
+	require.Equal(t, before, find(t, db, "agent"))
+	require.Nil(t, find(t, db, "expired").LeaseExpiresAt)
+}
+
 func TestAVerdictLeavesExpiredTurnsAloneThatItDoesNotNeed(t *testing.T) {
 	t.Parallel()
 

@@ -7,6 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"gorm.io/gorm"
+	"gorm.io/gorm/clause"
 
 	"github.com/legion-gorm/legion/internal/pgtest"
 	"github.com/legion-gorm/legion/internal/testhook"
@@ -378,7 +379,8 @@ type chat struct {
 }
 
 func (c *chat) BeforeCreate(tx *gorm.DB) error {
-	return limiter.Enforce(tx, c.AgentID, maxAgents(limiter.Identity{"tenant": c.Tenant}, 1))
+	// With a context of its own tx carries what the outer statement has been given.
+	return limiter.Enforce(tx.WithContext(tx.Statement.Context), c.AgentID, maxAgents(limiter.Identity{"tenant": c.Tenant}, 1))
 }
 
 func TestAHookOfTheApplicationsModel(t *testing.T) {
@@ -410,6 +412,25 @@ func TestAHookOfTheApplicationsModel(t *testing.T) {
 			require.EqualValues(t, 2, chats)
 		})
 	}
+}
+
+func TestWhatTheSessionCarriesDoesNotReachOurStatements(t *testing.T) {
+	t.Parallel()
+
+	db := setupNotes(t)
+	carrying := db.Model(&note{}).Table("notes").Select("text").Where("1 = 0").Order("id").Limit(1).
+		Clauses(clause.OnConflict{DoNothing: true}, clause.Returning{}).Set("gorm:insert_option", "nonsense")
+
+	require.NoError(t, limiter.Enforce(carrying, "first", maxRunning(tenant, 1)))
+	requireDenied(t, limiter.Enforce(carrying, "second", maxRunning(tenant, 1)), limiter.LimitRunningAgents)
+	require.NoError(t, limiter.Release(carrying, "first"))
+	require.NoError(t, limiter.Enforce(carrying, "second", maxRunning(tenant, 1)))
+
+	// Nor does anything of ours reach its own.
+	var texts []string
+
+	require.NoError(t, carrying.Find(&texts).Error)
+	require.Empty(t, texts)
 }
 
 func TestADryRunValidatesAndDoesNotTouchTheDatabase(t *testing.T) {

@@ -68,8 +68,8 @@ func parseOptions(arguments []string, output io.Writer) (options, error) {
 
 	flags.StringVar(&parsed.trace, "trace", "", "replay the trace in this `file` (default: one is generated)")
 	flags.Var((*speedFlag)(&parsed.speed), "speed",
-		"how many times faster than the trace, or max; the windows of the limits shrink with it (default max)")
-	flags.IntVar(&parsed.workers, "workers", defaultWorkers, "`how many` turns are at the database at once")
+		"`factor` by which to be faster than the trace, or max; the windows of the limits shrink with it (default max)")
+	flags.IntVar(&parsed.workers, "workers", defaultWorkers, "`N` turns are at the database at once")
 	flags.IntVar(&parsed.limit, "limit", 0,
 		fmt.Sprintf("replay the first `N` requests (0: all, or %d of a generated trace)", generatedRequests))
 	flags.Uint64Var(&parsed.seed, "seed", 1, "seed of the generated trace, and of who makes which request")

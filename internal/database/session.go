@@ -13,6 +13,7 @@ import (
 	"weak"
 
 	"gorm.io/gorm"
+	"gorm.io/gorm/clause"
 	"gorm.io/gorm/logger"
 
 	"github.com/legion-gorm/legion/internal/fault"
@@ -44,6 +45,14 @@ func Session(db *gorm.DB) (*gorm.DB, error) {
 		Context: db.Statement.Context,
 		Logger:  withoutValues{db.Logger},
 	})
+	// NewDB alone leaves the outer statement in reach: WithContext, which our own
+	// transactions need, would bring it back.
+	session.Statement = &gorm.Statement{
+		DB:       session,
+		ConnPool: db.Statement.ConnPool,
+		Context:  db.Statement.Context,
+		Clauses:  make(map[string]clause.Clause),
+	}
 	// Session has copied the Config, so this touches nobody else's.
 	session.TranslateError = false
 

@@ -58,7 +58,7 @@ const (
 	codeDependentObjects  = "2BP01"
 )
 
-var errBusy = errors.New("legion: another process is migrating the database, or building indexes")
+var errBusy = errors.New("another process is migrating the database, or building indexes")
 
 // locked runs body under the migration's lock: in the transaction that db is in, and
 // in a savepoint of it, or in a transaction of its own. body may run several times.

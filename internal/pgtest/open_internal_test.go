@@ -1,6 +1,7 @@
 package pgtest
 
 import (
+	"context"
 	"strconv"
 	"sync"
 	"testing"
@@ -22,12 +23,22 @@ func setupTable(t *testing.T, db *gorm.DB) {
 func requireDatabase(t *testing.T, exists bool, dsn string) {
 	t.Helper()
 
-	name, err := databaseOf(dsn)
+	found, err := databaseExists(t.Context(), Shared(t), dsn)
 	require.NoError(t, err)
-	var found bool
-	row := Shared(t).admin.QueryRowContext(t.Context(), "SELECT EXISTS (SELECT FROM pg_database WHERE datname = $1)", name)
-	require.NoError(t, row.Scan(&found))
 	require.Equal(t, exists, found)
+}
+
+func databaseExists(ctx context.Context, server *Server, dsn string) (bool, error) {
+	name, err := databaseOf(dsn)
+	if err != nil {
+		return false, err
+	}
+	var found bool
+	row := server.admin.QueryRowContext(ctx, "SELECT EXISTS (SELECT FROM pg_database WHERE datname = $1)", name)
+
+	err = row.Scan(&found)
+
+	return found, err
 }
 
 func TestEveryOpenHasADatabaseOfItsOwn(t *testing.T) {

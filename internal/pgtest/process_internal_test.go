@@ -234,14 +234,10 @@ func TestProcessesShareAGivenServer(t *testing.T) {
 	require.NoError(t, first.process.Kill())
 	_ = first.wait()
 	require.Eventually(t, func() bool {
-		connection, err := pgx.Connect(t.Context(), first.Database)
-		if err == nil {
-			_ = connection.Close(t.Context())
-		}
+		found, err := databaseExists(t.Context(), Shared(t), first.Database)
 
-		return err != nil
+		return err == nil && !found
 	}, time.Minute, 50*time.Millisecond)
-	requireDatabase(t, false, first.Database)
 	requireConnection(t, second.Database)
 	require.NoError(t, second.input.Close())
 	require.NoError(t, second.wait(), second.message)
