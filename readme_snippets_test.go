@@ -49,7 +49,7 @@ func readmeEnforce(ctx context.Context, db *gorm.DB, agentID string) int {
 	)
 
 	if exceeded, ok := errors.AsType[*limiter.ExceededError](err); ok {
-		slog.Info("denied", "rule", exceeded.Rule.Name, "violations", exceeded.Violations, "retry after", exceeded.RetryAfter)
+		slog.InfoContext(ctx, "denied", "rule", exceeded.Rule.Name, "retry_after", exceeded.RetryAfter)
 
 		return http.StatusTooManyRequests
 	}

@@ -414,6 +414,22 @@ func TestAHookOfTheApplicationsModel(t *testing.T) {
 	}
 }
 
+func TestAHookOutsideATransaction(t *testing.T) {
+	t.Parallel()
+
+	db := setup(t, &gorm.Config{SkipDefaultTransaction: true})
+	require.NoError(t, db.AutoMigrate(&chat{}))
+
+	// The statement that the hook runs in has conditions and a limit.
+	create := func(agentID string) error {
+		return db.Where("agent_id = ?", agentID).Attrs(&chat{AgentID: agentID, Tenant: "acme"}).FirstOrCreate(&chat{}).Error
+	}
+	require.NoError(t, create("first"))
+	require.NoError(t, create("first"))
+	requireDenied(t, create("second"), limiter.LimitAgents)
+	require.Equal(t, []string{"first"}, agentIDs(t, db))
+}
+
 func TestWhatTheSessionCarriesDoesNotReachOurStatements(t *testing.T) {
 	t.Parallel()
 
