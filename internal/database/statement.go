@@ -4,13 +4,10 @@ import (
 	"context"
 	"database/sql"
 	"errors"
-	"fmt"
 	"math/rand/v2"
 	"time"
 
 	"gorm.io/gorm"
-
-	"github.com/legion-gorm/legion/internal/fault"
 )
 
 // Autocommit runs body outside a transaction, so that each of its statements commits
@@ -113,8 +110,7 @@ func (c *boundedConnection) take(ctx context.Context) (*sql.Conn, error) {
 
 		return taken, nil
 	case ctx.Err() == nil && wait.Err() != nil:
-		return nil, fmt.Errorf("%w: none within %s: the pool is used up, or a db that was captured outside a hook waits "+
-			"for the hook's own transaction: pass the hook's tx, or raise SetMaxOpenConns", fault.ErrNoConnection, c.timeout)
+		return nil, errNoConnection(c.timeout)
 	default:
 		return nil, err
 	}

@@ -5,7 +5,6 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"time"
 
 	"gorm.io/gorm"
@@ -39,23 +38,7 @@ var ErrRollback = errors.New("legion: roll back")
 // Waiting for a connection ends with the context of db, or after connectionTimeout
 // with ErrNoConnection.
 func Transaction(db *gorm.DB, connectionTimeout time.Duration, body func(tx *gorm.DB) error) error {
-	ctx := db.Statement.Context
-	pause := firstPause
-
-	for attempt := 1; ; attempt++ {
-		err := transactionOnce(db, connectionTimeout, body)
-		if err == nil || attempt == attempts || !Retryable(err) {
-			return err
-		}
-
-		select {
-		case <-ctx.Done():
-			return errors.Join(err, context.Cause(ctx))
-		case <-time.After(rand.N(pause)):
-		}
-
-		pause *= 2
-	}
+	return retry(db.Statement.Context, func() error { return transactionOnce(db, connectionTimeout, body) })
 }
 
 func transactionOnce(db *gorm.DB, connectionTimeout time.Duration, body func(tx *gorm.DB) error) error {
@@ -82,11 +65,15 @@ func transactionOnce(db *gorm.DB, connectionTimeout time.Duration, body func(tx 
 	case errors.Is(err, ErrRollback):
 		return nil
 	case err != nil && errors.Is(context.Cause(ctx), fault.ErrNoConnection):
-		return fmt.Errorf("%w: none within %s: the pool is used up, or a db that was captured outside a hook waits "+
-			"for the hook's own transaction: pass the hook's tx, or raise SetMaxOpenConns", fault.ErrNoConnection, connectionTimeout)
+		return errNoConnection(connectionTimeout)
 	default:
 		return err
 	}
+}
+
+func errNoConnection(timeout time.Duration) error {
+	return fmt.Errorf("%w: none within %s: the pool is used up, or a db that was captured outside a hook waits "+
+		"for the hook's own transaction: pass the hook's tx, or raise SetMaxOpenConns", fault.ErrNoConnection, timeout)
 }
 
 // A Savepoint is a part of the caller's transaction that can be undone without the

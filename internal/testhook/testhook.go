@@ -15,7 +15,6 @@ const (
 	IdentityLocks Point = "identity locks"
 	Measured      Point = "measured"
 	Recorded      Point = "recorded"
-	Restarted     Point = "restarted"
 )
 
 // Hooks change one call. The zero value changes nothing.
