@@ -228,7 +228,8 @@ func (o modelEnforce) untouched(before, after reference.State, result reference.
 
 	for _, agent := range before.Agents() {
 		left, _ := after.Agent(agent.ID)
-		renewed := result.Outcome == reference.Admitted && agent.ID == o.Agent && o.limitsRunning()
+		// An unowned slot is renewed, a turn's is not.
+		renewed := result.Outcome == reference.Admitted && agent.ID == o.Agent && o.limitsRunning() && left.Run == ""
 
 		if o.In == modelRolledBack || agent.Equal(left) && !renewed {
 			untouched = append(untouched, agent.ID)

@@ -82,6 +82,19 @@ func TestUsageCountsByItsOwnTimeNotByTheAgentsStart(t *testing.T) {
 	require.Equal(t, limiter.Usage{Agents: 2, RunningAgents: 1, Tokens: 1307, Evals: 7}, measured(t, db, everyLimit(tenant)))
 }
 
+// An application that updates its own columns through GORM stamps updated_at with the
+// clock of its machine.
+func TestUsageOfARowThatWasStampedByALaggingClockCounts(t *testing.T) {
+	t.Parallel()
+
+	db := setup(t)
+	insert(t, db, models.LegionAgent{
+		AgentID: "agent", Metadata: document(t, tenant), Usage: usage(t, models.Usage{At: ago(window - time.Minute), TotalTokens: 10, Evals: 1}),
+	})
+	change(t, db, "agent", map[string]any{"updated_at": ago(window + 4*time.Minute)})
+	require.Equal(t, limiter.Usage{Tokens: 10, Evals: 1}, sums(t, db, "another", tenant))
+}
+
 func TestAnAgentsOwnUsageCountsWhateverItsIdentityWas(t *testing.T) {
 	t.Parallel()
 

@@ -71,6 +71,19 @@ func TestACallJoinsTheCallersTransaction(t *testing.T) {
 	require.Empty(t, locksOf(t, db))
 }
 
+func TestACallOnADedicatedConnectionUsesIt(t *testing.T) {
+	t.Parallel()
+
+	db := setup(t, pgtest.MaxOpenConnections(1))
+	require.NoError(t, db.WithContext(impatient(t)).Connection(func(dedicated *gorm.DB) error {
+		require.NoError(t, limiter.Enforce(dedicated, "first", maxRunning(tenant, 1)))
+		requireDenied(t, limiter.Enforce(dedicated, "second", maxRunning(tenant, 1)), limiter.LimitRunningAgents)
+
+		return limiter.Release(dedicated, "first")
+	}))
+	require.Equal(t, []string{"first"}, agentIDs(t, db))
+}
+
 func TestAnAdmissionInACallersTransactionIsOrderedWithOthers(t *testing.T) {
 	t.Parallel()
 
@@ -244,6 +257,26 @@ func TestTransactionsThatCountFromAnOldSnapshotAreRefused(t *testing.T) {
 
 		require.NoError(t, tx.Rollback().Error)
 	}
+}
+
+func TestAReadOnlyTransactionIsAnError(t *testing.T) {
+	t.Parallel()
+
+	db := setup(t)
+	require.NoError(t, limiter.Enforce(db, "first", recordOnly(tenant)))
+
+	before := snapshot(t, db)
+
+	for _, identity := range []limiter.Identity{tenant, otherTenant} {
+		tx := begin(t, db, &sql.TxOptions{ReadOnly: true})
+		err := limiter.Enforce(tx, "agent", maxRunning(identity, 1))
+		require.ErrorContains(t, err, "read-only transaction")
+		require.NotErrorIs(t, err, limiter.ErrExceeded)
+		require.Empty(t, locksOf(t, tx))
+		require.NoError(t, tx.Commit().Error)
+	}
+
+	require.Equal(t, before, snapshot(t, db))
 }
 
 func TestOwnTransactionsAreReadCommittedWhateverTheDefault(t *testing.T) {
