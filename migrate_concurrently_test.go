@@ -50,7 +50,7 @@ func holdBuild(t *testing.T, db *gorm.DB) (release func()) {
 func awaitBuild(t *testing.T, db *gorm.DB) {
 	t.Helper()
 
-	require.Eventually(t, func() bool { return invalidIndexes(t, db) > 0 }, 20*time.Second, 10*time.Millisecond, "no build has begun")
+	require.Eventually(t, func() bool { return invalidIndexes(t, db) > 0 }, time.Minute, 10*time.Millisecond, "no build has begun")
 }
 
 func invalidIndexes(t *testing.T, db *gorm.DB) (count int64) {
@@ -71,7 +71,7 @@ func TestConcurrentIndexesLetWritersPass(t *testing.T) {
 	go func() { migrated <- legion.Migrate(db, legion.WithConcurrentIndexes()) }()
 
 	awaitBuild(t, db)
-	finishes(t, 10*time.Second, func() error { return db.Exec("INSERT INTO legion_agents (agent_id) VALUES ('other')").Error })
+	finishes(t, time.Minute, func() error { return db.Exec("INSERT INTO legion_agents (agent_id) VALUES ('other')").Error })
 
 	select {
 	case err := <-migrated:
@@ -80,7 +80,7 @@ func TestConcurrentIndexesLetWritersPass(t *testing.T) {
 	}
 
 	release()
-	finishes(t, 20*time.Second, func() error { return <-migrated })
+	finishes(t, time.Minute, func() error { return <-migrated })
 	require.Equal(t, complete, catalogue(t, db))
 
 	ddl := statements.takeDDL()
@@ -117,7 +117,7 @@ func TestAnInterruptedBuildIsMadeGoodByALaterMigrate(t *testing.T) {
 				err := db.Raw("SELECT count(*) FROM pg_stat_progress_create_index WHERE datname = current_database()").Scan(&builds).Error
 
 				return err == nil && builds == 0
-			}, 20*time.Second, 10*time.Millisecond, "the build goes on")
+			}, time.Minute, 10*time.Millisecond, "the build goes on")
 			release()
 			require.EqualValues(t, 1, invalidIndexes(t, db))
 			statements.take()
@@ -198,7 +198,7 @@ func TestMigrationsThatWaitDoNotHoldUpABuild(t *testing.T) {
 	release()
 
 	for range migrations {
-		finishes(t, 20*time.Second, func() error { return <-results })
+		finishes(t, time.Minute, func() error { return <-results })
 	}
 
 	require.Equal(t, complete, catalogue(t, db))
@@ -210,7 +210,7 @@ func TestConcurrentIndexesOnAPoolOfOneConnection(t *testing.T) {
 	dsn := pgtest.WithParameter(pgtest.Database(t), "statement_timeout", "54321")
 	db := pgtest.OpenDSN(t, dsn, pgtest.MaxOpenConnections(1))
 	require.NoError(t, db.Exec(olderTable).Error)
-	finishes(t, 20*time.Second, func() error { return legion.Migrate(db, legion.WithConcurrentIndexes()) })
+	finishes(t, time.Minute, func() error { return legion.Migrate(db, legion.WithConcurrentIndexes()) })
 
 	var timeout string
 	require.NoError(t, db.Raw("SHOW statement_timeout").Scan(&timeout).Error)
@@ -223,7 +223,7 @@ func TestConcurrentIndexesOnAPoolOfOneConnection(t *testing.T) {
 			"database = (SELECT oid FROM pg_database WHERE datname = current_database())").Scan(&locks).Error
 
 		return err == nil && locks == 0
-	}, 20*time.Second, 10*time.Millisecond, "the lock of the build is still held")
+	}, time.Minute, 10*time.Millisecond, "the lock of the build is still held")
 }
 
 func TestConcurrentIndexesOutlastTheRolesTimeouts(t *testing.T) {
@@ -241,7 +241,7 @@ func TestConcurrentIndexesOutlastTheRolesTimeouts(t *testing.T) {
 	awaitBuild(t, db)
 	time.Sleep(time.Second)
 	release()
-	finishes(t, 20*time.Second, func() error { return <-migrated })
+	finishes(t, time.Minute, func() error { return <-migrated })
 	require.Equal(t, complete, catalogue(t, db))
 }
 

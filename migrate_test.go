@@ -277,7 +277,7 @@ func TestMigrateOfAnUpToDateSchemaWaitsForNobody(t *testing.T) {
 			holder := begin(t, db)
 			require.NoError(t, holder.Exec(lock).Error)
 
-			finishes(t, 10*time.Second, func() error { return legion.Migrate(db) })
+			finishes(t, time.Minute, func() error { return legion.Migrate(db) })
 		})
 	}
 }
@@ -326,11 +326,11 @@ func TestMigrateThatHasToWaitForATableLetsOthersPass(t *testing.T) {
 		err := db.Raw("SELECT count(*) FROM pg_locks WHERE relation = 'legion_agents'::regclass AND NOT granted").Scan(&waiting).Error
 
 		return err == nil && waiting > 0
-	}, 20*time.Second, 10*time.Millisecond, "Migrate does not wait for the table")
+	}, time.Minute, 10*time.Millisecond, "Migrate does not wait for the table")
 
 	// This one queues behind the waiting ALTER TABLE, and passes while the first reader
 	// is still there.
-	finishes(t, 20*time.Second, func() error { return db.Exec("SELECT count(*) FROM legion_agents").Error })
+	finishes(t, time.Minute, func() error { return db.Exec("SELECT count(*) FROM legion_agents").Error })
 
 	select {
 	case err := <-migrated:
@@ -339,7 +339,7 @@ func TestMigrateThatHasToWaitForATableLetsOthersPass(t *testing.T) {
 	}
 
 	require.NoError(t, reader.Rollback().Error)
-	finishes(t, 20*time.Second, func() error { return <-migrated })
+	finishes(t, time.Minute, func() error { return <-migrated })
 	require.True(t, db.Migrator().HasColumn(&models.LegionAgent{}, "RunID"))
 }
 
@@ -363,10 +363,10 @@ func TestMigrateWhileAutoMigrateRuns(t *testing.T) {
 			"pid IN (SELECT pid FROM pg_stat_activity WHERE datname = current_database())").Scan(&waiting).Error
 
 		return err == nil && waiting > 0
-	}, 20*time.Second, 10*time.Millisecond, "Migrate does not wait for the name")
+	}, time.Minute, 10*time.Millisecond, "Migrate does not wait for the name")
 
 	require.NoError(t, other.Commit().Error)
-	finishes(t, 20*time.Second, func() error { return <-migrated })
+	finishes(t, time.Minute, func() error { return <-migrated })
 	require.Equal(t, []string{"legion_agents", "legion_agents_identities"}, tableNames(t, db))
 }
 
@@ -378,7 +378,7 @@ func TestMigrateJoinsTheCallersTransaction(t *testing.T) {
 
 		db, _ := setup(t, pgtest.MaxOpenConnections(1))
 
-		finishes(t, 20*time.Second, func() error {
+		finishes(t, time.Minute, func() error {
 			return db.Transaction(func(tx *gorm.DB) error { return legion.Migrate(tx) })
 		})
 		require.Len(t, tableNames(t, db), 2)

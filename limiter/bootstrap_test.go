@@ -2,7 +2,6 @@ package limiter_test
 
 import (
 	"fmt"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -99,33 +98,48 @@ func TestFirstCallsOfManyGoroutinesMakeOneRegistry(t *testing.T) {
 
 	const callers = 12
 
-	db := setupBare(t)
-	failures := make([]error, callers)
+	for _, end := range []string{"COMMIT", "ROLLBACK"} {
+		t.Run("another that makes it ends with "+end, func(t *testing.T) {
+			t.Parallel()
 
-	var group sync.WaitGroup
+			db := setupBare(t, pgtest.MaxOpenConnections(callers+3))
 
-	for i := range callers {
-		group.Go(func() {
-			agentID := fmt.Sprintf("agent %d", i)
-			rules := []limiter.Rule{maxAgents(tenant, callers), recordOnly(limiter.Identity{"user": i})}
+			// All find no registry and wait, in one way or another, for a transaction that is
+			// making it.
+			another := begin(t, db)
+			require.NoError(t, another.AutoMigrate(&models.LegionIdentity{}))
 
-			// Half of them in transactions of their callers'.
-			if i%2 == 0 {
-				failures[i] = limiter.Enforce(db, agentID, rules...)
-			} else {
-				failures[i] = db.Transaction(func(tx *gorm.DB) error { return limiter.Enforce(tx, agentID, rules...) })
+			results := make(chan error, callers)
+
+			for i := range callers {
+				agentID, rule := fmt.Sprintf("agent %d", i), maxAgents(limiter.Identity{"user": i}, 1)
+
+				// Half of them in transactions of their callers'.
+				go func() {
+					if i%2 == 0 {
+						results <- limiter.Enforce(db, agentID, rule)
+					} else {
+						results <- db.Transaction(func(tx *gorm.DB) error { return limiter.Enforce(tx, agentID, rule) })
+					}
+				}()
 			}
+
+			waitForLockWaiters(t, db, callers)
+
+			if end == "COMMIT" {
+				require.NoError(t, another.Commit().Error)
+			} else {
+				require.NoError(t, another.Rollback().Error)
+			}
+
+			for range callers {
+				require.NoError(t, <-results)
+			}
+
+			require.Len(t, agentIDs(t, db), callers)
+			require.Len(t, registered(t, db), callers)
 		})
 	}
-
-	group.Wait()
-
-	for _, err := range failures {
-		require.NoError(t, err)
-	}
-
-	require.Len(t, agentIDs(t, db), callers)
-	require.Len(t, registered(t, db), 1+callers)
 }
 
 // requireNotMigrated is for calls that must fail for want of a table or a column, and
@@ -192,7 +206,8 @@ func TestATableOfAnOlderVersionIsErrNotMigrated(t *testing.T) {
 		t.Run(column, func(t *testing.T) {
 			t.Parallel()
 
-			db := setup(t)
+			// GORM's translation would hide which error it was.
+			db := setup(t, &gorm.Config{TranslateError: true})
 			require.NoError(t, db.Migrator().DropColumn(&models.LegionAgent{}, column))
 
 			// Not every limit reads every column, but all together do.

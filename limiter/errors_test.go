@@ -1,8 +1,10 @@
 package limiter_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"net"
 	"testing"
 	"time"
 
@@ -116,6 +118,10 @@ func TestRetryableErrorsAreThoseThatASecondRunMayNotMeet(t *testing.T) {
 		{limiter.ErrNotMigrated, false},
 		{limiter.ErrNoConnection, false},
 		{limiter.ErrNotFound, false},
+		{context.Canceled, false},
+		{context.DeadlineExceeded, false},
+		{errors.Join(net.ErrClosed, context.Canceled), false}, // a connection that was closed because its context ended
+		{net.ErrClosed, true},
 		{limiter.ErrContention, true},
 		{&pgconn.PgError{Code: "40P01"}, true},
 		{&pgconn.PgError{Code: "40001"}, true},

@@ -125,13 +125,13 @@ func TestMeasuringUsesTheIndexes(t *testing.T) {
 	for _, test := range []struct {
 		name  string
 		rules []limiter.Rule
-		index string // that a plan for these parameters must use
+		uses  string
 	}{
 		{"a rare email, an hour", []limiter.Rule{everyLimit(limiter.Identity{"email": "777@example.com"}, time.Hour)}, ""},
-		{"a rare email, 30 days", []limiter.Rule{everyLimit(limiter.Identity{"email": "777@example.com"}, 30*24*time.Hour)}, "metadata"},
-		{"a tenant with a third of the rows, an hour", []limiter.Rule{everyLimit(limiter.Identity{"tenant": "large"}, time.Hour)}, "started_at"},
-		{"everyone, a minute", []limiter.Rule{everyLimit(limiter.Everyone(), time.Minute)}, "started_at"},
-		{"everyone, an hour", []limiter.Rule{everyLimit(limiter.Everyone(), time.Hour)}, "started_at"},
+		{"a rare email, 30 days", []limiter.Rule{everyLimit(limiter.Identity{"email": "777@example.com"}, 30*24*time.Hour)}, "Index Scan on idx_legion_agents_metadata"},
+		{"a tenant with a third of the rows, an hour", []limiter.Rule{everyLimit(limiter.Identity{"tenant": "large"}, time.Hour)}, "Index Scan using idx_legion_agents_started_at"},
+		{"everyone, a minute", []limiter.Rule{everyLimit(limiter.Everyone(), time.Minute)}, "Index Scan using idx_legion_agents_started_at"},
+		{"everyone, an hour", []limiter.Rule{everyLimit(limiter.Everyone(), time.Hour)}, "Index Scan using idx_legion_agents_started_at"},
 		{"several", []limiter.Rule{
 			everyLimit(limiter.Identity{"email": "777@example.com"}, 24*time.Hour),
 			everyLimit(limiter.Identity{"tenant": "large"}, time.Minute),
@@ -141,10 +141,7 @@ func TestMeasuringUsesTheIndexes(t *testing.T) {
 		for mode, plan := range plans(t, db, test.rules...) {
 			t.Logf("%s, %s:\n%s", test.name, mode, plan)
 			require.NotContains(t, plan, "Seq Scan on legion_agents", "%s, %s", test.name, mode)
-
-			if mode == "force_custom_plan" {
-				require.Regexp(t, "Index Scan (on|using) idx_legion_agents_"+test.index, plan, "%s, %s", test.name, mode)
-			}
+			require.Contains(t, plan, test.uses, "%s, %s", test.name, mode)
 		}
 	}
 }

@@ -257,7 +257,7 @@ func begin(t *testing.T, db *gorm.DB, options ...*sql.TxOptions) *gorm.DB {
 func impatient(t *testing.T) context.Context {
 	t.Helper()
 
-	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 	t.Cleanup(cancel)
 
 	return ctx

@@ -193,5 +193,5 @@ func (b bundle) waitUntilBlocked(t *testing.T, n int64) {
 			Scan(&waiting).Error
 
 		return err == nil && waiting >= n
-	}, 10*time.Second, 5*time.Millisecond)
+	}, time.Minute, 5*time.Millisecond)
 }
