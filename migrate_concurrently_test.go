@@ -181,7 +181,15 @@ func TestMigrationsThatWaitDoNotHoldUpABuild(t *testing.T) {
 		func() error { return legion.Migrate(db, legion.WithConcurrentIndexes()) },
 		func() error { return legion.Migrate(db, legion.WithConcurrentIndexes()) },
 		func() error { return legion.Migrate(db) },
-		func() error { return db.Transaction(func(tx *gorm.DB) error { return legion.Migrate(tx) }) },
+		func() error {
+			// It waits for 30 seconds at most, which a busy machine can use up.
+			for {
+				err := db.Transaction(func(tx *gorm.DB) error { return legion.Migrate(tx) })
+				if !legion.Retryable(err) {
+					return err
+				}
+			}
+		},
 	}
 	results := make(chan error, len(migrations))
 

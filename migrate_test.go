@@ -80,16 +80,33 @@ func begin(t *testing.T, db *gorm.DB, options ...*sql.TxOptions) *gorm.DB {
 	return tx
 }
 
-func TestMigrateMakesWhatAutoMigrateMakesOfModels(t *testing.T) {
+func TestMigrateMakesWhatAutoMigrateMakes(t *testing.T) {
 	t.Parallel()
 
-	migrated, _ := setup(t)
-	require.NoError(t, legion.Migrate(migrated))
-	require.Equal(t, []string{"legion_agents", "legion_agents_identities"}, tableNames(t, migrated))
+	t.Run("of Models", func(t *testing.T) {
+		t.Parallel()
 
-	autoMigrated, _ := setup(t)
-	require.NoError(t, autoMigrated.AutoMigrate(legion.Models()...))
-	require.Equal(t, catalogue(t, autoMigrated), catalogue(t, migrated))
+		migrated, _ := setup(t)
+		require.NoError(t, legion.Migrate(migrated))
+		require.Equal(t, []string{"legion_agents", "legion_agents_identities"}, tableNames(t, migrated))
+
+		autoMigrated, _ := setup(t)
+		require.NoError(t, autoMigrated.AutoMigrate(legion.Models()...))
+		require.Equal(t, catalogue(t, autoMigrated), catalogue(t, migrated))
+	})
+
+	t.Run("of an application's model", func(t *testing.T) {
+		t.Parallel()
+
+		migrated, _ := setup(t)
+		require.NoError(t, migrated.Use(legion.New(legion.WithModel(&ChatAgent{}))))
+		require.NoError(t, legion.Migrate(migrated))
+
+		autoMigrated, _ := setup(t)
+		require.NoError(t, autoMigrated.AutoMigrate(&ChatAgent{}))
+		require.NoError(t, autoMigrated.Table("chat_agents_identities").AutoMigrate(&models.LegionIdentity{}))
+		require.Equal(t, catalogue(t, autoMigrated), catalogue(t, migrated))
+	})
 }
 
 func TestMigrateByTenProcessesAtOnce(t *testing.T) {
