@@ -202,7 +202,7 @@ func TestTablesThatWereDroppedAreErrNotMigratedUntilTheyAreBack(t *testing.T) {
 func TestATableOfAnOlderVersionIsErrNotMigrated(t *testing.T) {
 	t.Parallel()
 
-	for _, column := range []string{"metadata", "usage", "run_id", "lease_expires_at", "reserved_tokens", "started_at", "deleted_at"} {
+	for _, column := range []string{"metadata", "usage", "run_id", "lease_expires_at", "reserved_tokens", "started_at", "deleted_at", "created_at"} {
 		t.Run(column, func(t *testing.T) {
 			t.Parallel()
 
