@@ -1,9 +1,11 @@
 package legion
 
 import (
+	"context"
 	"fmt"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"gorm.io/gorm/schema"
 
 	"github.com/legion-gorm/legion/internal/database"
@@ -59,6 +61,24 @@ func WithConnectionTimeout(timeout time.Duration) Option {
 		p.settings.ConnectionTimeout = timeout
 		if timeout <= 0 {
 			p.rejectf("WithConnectionTimeout(%s): the time must be positive", timeout)
+		}
+	}
+}
+
+// WithConnect sets how a connection that is not of the pool is opened. Turns renew their
+// leases on one, so that a pool which is used up cannot starve them, and store.Watch
+// listens on one. It is closed when it is no longer needed.
+//
+// The default is to connect as the pool has, which it reads off one of the pool's own
+// connections. That is possible with the driver that gorm.io/driver/postgres uses, also
+// where the pool was made with pgx's stdlib package. It is needed where the driver is
+// wrapped, for example for tracing, where passwords do not last, and where a hook prepares
+// the pool's connections, for example by setting the search_path.
+func WithConnect(connect func(ctx context.Context) (*pgx.Conn, error)) Option {
+	return func(p *Plugin) {
+		p.settings.Connect = connect
+		if connect == nil {
+			p.rejectf("WithConnect(nil): leave the option out to connect as the pool does")
 		}
 	}
 }

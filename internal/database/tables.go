@@ -38,6 +38,10 @@ type Settings struct {
 
 	// WithoutUsage says that nothing records usage, so that limits on it are an error.
 	WithoutUsage bool
+
+	// Connect opens a connection that is not of the pool. Nil: as the pool's driver does,
+	// see ConnectOf.
+	Connect Connect
 }
 
 // WithDefaults fills in the defaults.
