@@ -1,6 +1,8 @@
 package legion
 
 import (
+	"errors"
+
 	"github.com/legion-gorm/legion/internal/database"
 	"github.com/legion-gorm/legion/internal/fault"
 )
@@ -34,6 +36,23 @@ var (
 	// ErrAgentRunning is returned for what cannot be done while the agent is in the
 	// middle of a turn: wait for its end.
 	ErrAgentRunning = fault.ErrAgentRunning
+
+	// ErrLeaseLost is the end of a turn that was not renewed in time: a verdict may have
+	// given its slot to another agent. It is the cause of the turn's context, and what
+	// Checkpoint and End then return. Stop the work; [Plugin.Recover] resumes it.
+	ErrLeaseLost = fault.ErrLeaseLost
+
+	// ErrInvalidTurn is returned for [TurnOptions] that cannot work. The database was not
+	// touched, but for a RunID that turns out to be used.
+	ErrInvalidTurn = fault.ErrInvalidTurn
+
+	// ErrTurnEnded is the cause of the context of a turn that has ended, and what its
+	// Checkpoint returns then.
+	ErrTurnEnded = errors.New("legion: the turn has ended")
+
+	// ErrShutdown is returned for turns that are begun after [Plugin.Shutdown], and the
+	// cause of the contexts of those that it finds running.
+	ErrShutdown = errors.New("legion: the plugin is shut down")
 
 	// ErrNotFound is returned for an agent that has no row, or whose row was deleted.
 	// It is gorm.ErrRecordNotFound too.

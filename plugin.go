@@ -12,6 +12,7 @@ import (
 	"github.com/legion-gorm/legion/internal/migration"
 	"github.com/legion-gorm/legion/limiter"
 	"github.com/legion-gorm/legion/models"
+	"github.com/legion-gorm/legion/store"
 )
 
 // Name is the name of the plugin in gorm.Config.Plugins.
@@ -38,6 +39,13 @@ type Plugin struct {
 	migrates       bool
 	migrateOptions []MigrateOption
 	rejected       error
+
+	// db, tables and store are those of the database that uses the plugin. The zero values:
+	// none does yet.
+	db     *gorm.DB
+	tables database.Tables
+	store  *store.Store[models.LegionAgent]
+	turns  *turns
 }
 
 var _ gorm.Plugin = (*Plugin)(nil)
@@ -51,7 +59,7 @@ var _ gorm.Plugin = (*Plugin)(nil)
 //
 // Options that cannot work are reported by db.Use, as [ErrInvalidConfig].
 func New(options ...Option) *Plugin {
-	plugin := &Plugin{}
+	plugin := &Plugin{turns: newTurns()}
 	for _, option := range options {
 		option(plugin)
 	}
@@ -89,6 +97,16 @@ func (p *Plugin) Initialize(db *gorm.DB) error {
 		return err
 	}
 
+	if p.db != nil {
+		// A resolver plugin opens its further pools with a copy of this db's configuration,
+		// and gorm.Open initializes the plugins in it once more.
+		if session.Plugins[Name] == gorm.Plugin(p) {
+			return nil
+		}
+
+		return fmt.Errorf("%w: the plugin is used by another database already: make one for each with New", fault.ErrInvalidConfig)
+	}
+
 	if p.migrates {
 		var chosen migrateOptions
 		for _, option := range p.migrateOptions {
@@ -100,7 +118,17 @@ func (p *Plugin) Initialize(db *gorm.DB) error {
 		}
 	}
 
-	return registerCallbacks(db)
+	if p.tables, err = database.TablesOf(session, p.settings.WithDefaults()); err != nil {
+		return err
+	}
+
+	if err := registerCallbacks(db); err != nil {
+		return err
+	}
+
+	p.db = session
+
+	return nil
 }
 
 func (p *Plugin) check(db *gorm.DB) error {

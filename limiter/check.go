@@ -77,7 +77,7 @@ func newCheck(db *gorm.DB, agentID string, rules []Rule) (*call, error) {
 		admission.AgentID = valid
 	}
 
-	call, err := newCall(db, []Admission{admission})
+	call, err := newCall(db, []Admission{admission}, nil)
 	if err != nil {
 		return nil, err
 	}

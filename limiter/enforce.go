@@ -9,6 +9,7 @@ import (
 
 	"github.com/legion-gorm/legion/internal/database"
 	"github.com/legion-gorm/legion/internal/fault"
+	"github.com/legion-gorm/legion/internal/run"
 	"github.com/legion-gorm/legion/internal/testhook"
 )
 
@@ -92,10 +93,13 @@ type call struct {
 	// began and locked are when the call began, and when it last held its locks, for
 	// the observer.
 	began, locked time.Time
+
+	// leased is when the lease of a turn was asked for.
+	leased time.Time
 }
 
 func admitAll(db *gorm.DB, admissions []Admission) ([]*Decision, error) {
-	call, err := newCall(db, admissions)
+	call, err := newCall(db, admissions, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -117,7 +121,7 @@ func (c *call) undecided() []*Decision {
 	for i, request := range c.requests {
 		states := make([]RuleState, len(request.rules))
 		for j, rule := range request.rules {
-			states[j] = RuleState{Rule: rule.Rule, Quotas: rule.Policy.quotas(Usage{})}
+			states[j] = RuleState{Rule: rule.Rule, Quotas: request.quotas(rule.Policy, Usage{})}
 		}
 
 		decisions[i] = &Decision{AgentID: request.agentID, Rules: states}
@@ -143,7 +147,9 @@ func (c *call) run() ([]*Decision, error) {
 // A policyProvider is a plugin that has a default policy.
 type policyProvider interface{ LegionDefaultPolicy() *Policy }
 
-func newCall(db *gorm.DB, admissions []Admission) (*call, error) {
+// newCall validates the admissions, and the turn that begins with the only one of them,
+// if it is not nil.
+func newCall(db *gorm.DB, admissions []Admission, turn *run.Begin) (*call, error) {
 	session, err := database.Session(db)
 	if err != nil {
 		return nil, err
@@ -163,8 +169,18 @@ func newCall(db *gorm.DB, admissions []Admission) (*call, error) {
 			return nil, err
 		}
 
+		if len(admission.Rules) == 0 && turn == nil {
+			return nil, errNoRules
+		}
+
 		if settings.WithoutUsage && request.limitsUsage() {
 			return nil, errWithoutUsage
+		}
+
+		if turn != nil {
+			if err := request.beginTurn(turn, settings); err != nil {
+				return nil, err
+			}
 		}
 
 		requests[i] = &request
@@ -206,6 +222,10 @@ func (c *call) alone() ([]*Decision, error) {
 		})
 		if err != nil {
 			return nil, err
+		}
+
+		if outcome.moved {
+			continue
 		}
 
 		if len(outcome.missing) == 0 {
@@ -292,6 +312,10 @@ type outcome struct {
 	// busy says that registering needs the stronger locks from the start.
 	busy bool
 
+	// moved says that the agent of a turn without rules is no longer in the groups that
+	// were locked.
+	moved bool
+
 	// wrote says that the transaction changed something.
 	wrote bool
 }
@@ -299,6 +323,12 @@ type outcome struct {
 // decide makes one pass through the protocol of locks.go, registering what is asked
 // for between the field locks and the identity locks.
 func (c *call) decide(tx *gorm.DB, registering []document) (outcome, error) {
+	if request := c.requests[0]; request.keepsGroups() {
+		if err := c.readGroups(tx, request); err != nil {
+			return outcome{}, err
+		}
+	}
+
 	if err := c.lockFields(tx, nil); err != nil {
 		return outcome{}, err
 	}
@@ -352,9 +382,20 @@ func (c *call) decideLocked(tx *gorm.DB) (outcome, error) {
 
 		c.hooks.Reach(testhook.Measured)
 
+		if request.keepsGroups() && !measurement.own.unchanged {
+			return outcome{moved: true}, nil
+		}
+
+		begun := false
+		if request.turn != nil {
+			if begun, err = request.mayBegin(measurement.own); err != nil {
+				return outcome{}, err
+			}
+		}
+
 		// A denial needs no registration: it changes nothing, so it is right in any
 		// snapshot. So a first use that is denied leaves nothing behind.
-		if denial := measurement.denial(request); denial != nil {
+		if denial := measurement.denial(request); denial != nil && !begun {
 			denial.RetryAfter = c.retryAfter(tx, request, denial)
 			c.denied = request
 
@@ -365,7 +406,7 @@ func (c *call) decideLocked(tx *gorm.DB) (outcome, error) {
 			return outcome{missing: missing}, nil
 		}
 
-		recorded, err := c.record(tx, request, measurement.own)
+		recorded, err := c.record(tx, request, measurement.own, begun)
 		if err != nil {
 			return outcome{}, err
 		}
@@ -387,7 +428,7 @@ func (c *call) decideLocked(tx *gorm.DB) (outcome, error) {
 // over would deny it, takes them first. It reports whether it took any.
 func (c *call) measureRevoking(tx *gorm.DB, request *request) (measurement, bool, error) {
 	measured, err := c.measure(tx, request)
-	if err != nil || !measured.deniesButForExpired() {
+	if err != nil || !measured.deniesButForExpired(request) {
 		return measured, false, err
 	}
 

@@ -112,9 +112,13 @@ func describe(violation Quota, window time.Duration) string {
 		return fmt.Sprintf("at most %d agents start in %s", violation.Max, window)
 	case LimitRunningAgents:
 		return fmt.Sprintf("at most %d agents run at once", violation.Max)
-	default:
-		return fmt.Sprintf("%d of %d %s used in %s", violation.Used, violation.Max, violation.Limit, window)
+	case LimitTokens:
+		if violation.Requested > 0 {
+			return fmt.Sprintf("%d of %d tokens used in %s, and %d more to be reserved", violation.Used, violation.Max, window, violation.Requested)
+		}
 	}
+
+	return fmt.Sprintf("%d of %d %s used in %s", violation.Used, violation.Max, violation.Limit, window)
 }
 
 func describeRule(rule Rule, index int) string {

@@ -76,7 +76,7 @@ func (c *call) forecastStatement(request *request) clause.Expression {
 	var limits []any
 
 	for i, rule := range request.rules {
-		for _, quota := range rule.Policy.quotas(Usage{}) {
+		for _, quota := range request.quotas(rule.Policy, Usage{}) {
 			items, bound := c.items(rule, quota, request.agentID)
 			limits = append(limits, expression(`SELECT ?::int AS rule, ?::int AS quota,
   ? AS used, ?::bigint AS resets_at, ?::bigint AS blocked_to
@@ -127,6 +127,11 @@ func (c *call) items(rule preparedRule, quota Quota, agentID string) (items, bou
   WHERE (? OR agent.agent_id = ?) AND agent.status = 'running' AND agent.lease_expires_at > (SELECT now FROM clock)`,
 			agentID, agents, rule.matches(), agentID), bound
 	case LimitTokens:
+		if quota.Requested > 0 {
+			// All of it must fit.
+			bound = expression("?::numeric", max(0, quota.Max-quota.Requested+1))
+		}
+
 		return expression(`?
   UNION ALL
   SELECT greatest(0, agent.reserved_tokens)::numeric, extract(epoch FROM agent.lease_expires_at) * 1000000, false
@@ -155,13 +160,13 @@ func (c *call) retryAfter(tx *gorm.DB, request *request, denial *ExceededError) 
 	var wait time.Duration
 
 	for i, rule := range request.rules {
-		for j, quota := range rule.Policy.quotas(Usage{}) {
+		for j, quota := range request.quotas(rule.Policy, Usage{}) {
 			blockedFor := forecasts[i][j].blockedFor
 
 			// A limit that denies and is not seen to: a slot whose lease is over but whose
 			// row is locked, or room that was made in this moment.
 			unknown := i == denial.RuleIndex && blockedFor == 0 && denial.violates(quota.Limit)
-			if quota.Max == 0 || unknown {
+			if quota.Max == 0 || quota.Requested > quota.Max || unknown {
 				return 0
 			}
 

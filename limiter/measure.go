@@ -12,6 +12,7 @@ import (
 	"gorm.io/gorm/clause"
 
 	"github.com/legion-gorm/legion/internal/database"
+	"github.com/legion-gorm/legion/internal/run"
 	"github.com/legion-gorm/legion/internal/usagesql"
 	"github.com/legion-gorm/legion/models"
 )
@@ -34,11 +35,16 @@ type measurement struct {
 type ownRow struct {
 	startedAt sql.NullTime
 
-	// unchanged says that the row is not deleted and has the merged identity already.
+	// unchanged says that the row has the merged identity already, and is not deleted. For
+	// a turn without rules it says that the groups are those that were read before.
 	unchanged bool
 
-	// live says that a turn holds the row: its run and its lease are not ours.
+	// live says that a run holds the row.
 	live bool
+
+	// runID is the run that holds the row or did so last; running is the row's status.
+	runID   sql.NullString
+	running bool
 }
 
 // startedAfter reports whether the agent counts as started within a window that
@@ -101,7 +107,7 @@ func (m measurement) denial(request *request) *ExceededError {
 
 		var violations []Quota
 
-		for _, quota := range group.rule.Policy.quotas(usage) {
+		for _, quota := range request.quotas(group.rule.Policy, usage) {
 			if quota.exceeded() {
 				violations = append(violations, quota)
 			}
@@ -120,7 +126,7 @@ func (m measurement) decision(request *request) *Decision {
 
 	for i, group := range m.groups {
 		usage := m.usage(i)
-		states[i] = RuleState{Rule: group.rule.Rule, Usage: usage, Quotas: group.rule.Policy.quotas(usage)}
+		states[i] = RuleState{Rule: group.rule.Rule, Usage: usage, Quotas: request.quotas(group.rule.Policy, usage)}
 	}
 
 	return &Decision{AgentID: request.agentID, Rules: states}
@@ -132,11 +138,14 @@ func (c *call) measure(tx *gorm.DB, request *request) (measurement, error) {
 	measured := measurement{groups: make([]group, 0, len(request.rules))}
 
 	err := database.Query(tx, c.measureStatement(request), func(rows *sql.Rows) error {
-		group := group{rule: request.rules[len(measured.groups)]}
+		group := group{}
+		if len(request.rules) > 0 {
+			group.rule = request.rules[len(measured.groups)]
+		}
 
 		err := rows.Scan(
 			&measured.now,
-			&measured.own.startedAt, &measured.own.unchanged, &measured.own.live,
+			&measured.own.startedAt, &measured.own.unchanged, &measured.own.live, &measured.own.runID, &measured.own.running,
 			&group.agents,
 			&group.running, &group.expiredRunning, &group.reserved, &group.expiredReserved,
 			&group.tokens, &group.evals,
@@ -145,6 +154,10 @@ func (c *call) measure(tx *gorm.DB, request *request) (measurement, error) {
 
 		return err
 	})
+
+	if len(request.rules) == 0 {
+		measured.groups = nil // there was one row, for the caller's own
+	}
 
 	return measured, err
 }
@@ -161,13 +174,25 @@ func (c *call) measureStatement(request *request) clause.Expression {
 		groups[i] = c.groupStatement(i, rule, request.agentID)
 	}
 
+	if len(groups) == 0 {
+		groups = append(groups, c.groupStatement(0, preparedRule{}, request.agentID))
+	}
+
 	agents := clause.Table{Name: c.tables.Agents}
+	unchanged := expression("coalesce(own.metadata = ? AND own.deleted_at IS NULL, false)", jsonb(request.merged.text))
+
+	switch {
+	case request.keepsGroups() && request.limited:
+		unchanged = expression("coalesce(own.metadata = ?, false)", jsonb(request.merged.text))
+	case request.keepsGroups():
+		unchanged = expression("own.metadata IS NULL")
+	}
 
 	return expression(`WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
 SELECT clock.now,
   own.started_at,
-  coalesce(own.metadata = ? AND own.deleted_at IS NULL, false),
-  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false),
+  ?,
+  `+run.Live("own", "clock.now")+`, own.run_id, coalesce(own.status = 'running', false),
   measured.agents,
   measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
   measured.tokens, measured.evals
@@ -177,7 +202,7 @@ CROSS JOIN (
 `+strings.Repeat("?\nUNION ALL\n", len(groups)-1)+`?
 ) AS measured
 ORDER BY measured.rule`,
-		append([]any{jsonb(request.merged.text), agents, request.agentID}, groups...)...)
+		append([]any{unchanged, agents, request.agentID}, groups...)...)
 }
 
 // groupStatement measures what the policy of one rule asks for, and zeros for the

@@ -87,7 +87,7 @@ func (c *call) deniedRules(denial *ExceededError) []RuleState {
 	}
 
 	states[denial.RuleIndex].Usage = denial.Usage
-	states[denial.RuleIndex].Quotas = denial.Rule.Policy.quotas(denial.Usage)
+	states[denial.RuleIndex].Quotas = c.denied.quotas(denial.Rule.Policy, denial.Usage)
 
 	return states
 }

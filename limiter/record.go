@@ -5,6 +5,7 @@ import (
 	"gorm.io/gorm/clause"
 
 	"github.com/legion-gorm/legion/internal/database"
+	"github.com/legion-gorm/legion/internal/run"
 )
 
 // record writes the admission, and reports whether there was anything to write.
@@ -14,7 +15,13 @@ import (
 // as it finds it: a start time that is there is kept, and so is the slot of a turn that
 // was renewed at the last moment. And the start time that it would insert is the one
 // that was measured, in case the row was pruned in between.
-func (c *call) record(tx *gorm.DB, request *request, own ownRow) (bool, error) {
+//
+// begun says that the turn of the request has begun in an earlier attempt.
+func (c *call) record(tx *gorm.DB, request *request, own ownRow, begun bool) (bool, error) {
+	if request.turn != nil {
+		return true, c.recordTurn(tx, request, begun)
+	}
+
 	// A live turn keeps its run, its lease and its reservation: it has its slot.
 	takesSlot := request.limitsRunning() && !own.live
 	if own.unchanged && own.startedAt.Valid && !takesSlot {
@@ -29,7 +36,7 @@ func (c *call) record(tx *gorm.DB, request *request, own ownRow) (bool, error) {
     SELECT CASE WHEN live THEN agent.run_id END,
       CASE WHEN live THEN agent.reserved_tokens ELSE 0 END,
       CASE WHEN live THEN agent.lease_expires_at ELSE ? END
-    FROM (SELECT agent.status = 'running' AND agent.run_id IS NOT NULL AND agent.lease_expires_at > clock_timestamp() AS live) AS own)`, lease)
+    FROM (SELECT `+run.Live("agent", run.Now)+` AS live) AS own)`, lease)
 	}
 
 	startedAt := expression("clock_timestamp()")

@@ -10,6 +10,7 @@ import (
 	"github.com/legion-gorm/legion/internal/agentid"
 	"github.com/legion-gorm/legion/internal/database"
 	"github.com/legion-gorm/legion/internal/fault"
+	"github.com/legion-gorm/legion/internal/run"
 )
 
 // Release gives back the slot that an [Enforce] under MaxRunningAgents took, before
@@ -62,8 +63,8 @@ func release(tx *gorm.DB, tables database.Tables, agentID string) (bool, error) 
 
 	var found, live bool
 
-	err := database.Query(tx, expression(`SELECT coalesce(status = 'running' AND run_id IS NOT NULL AND lease_expires_at > clock_timestamp(), false)
-FROM ? WHERE agent_id = ? FOR NO KEY UPDATE`, agents, agentID), func(rows *sql.Rows) error {
+	err := database.Query(tx, expression(`SELECT `+run.Live("agent", run.Now)+`
+FROM ? AS agent WHERE agent.agent_id = ? FOR NO KEY UPDATE`, agents, agentID), func(rows *sql.Rows) error {
 		found = true
 
 		return rows.Scan(&live)

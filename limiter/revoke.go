@@ -16,9 +16,9 @@ const lockingNoKeyUpdate = "NO KEY UPDATE"
 
 // deniesButForExpired reports whether a limit that is violated counts a slot or a
 // reservation whose lease is over.
-func (m measurement) deniesButForExpired() bool {
+func (m measurement) deniesButForExpired(request *request) bool {
 	for i, group := range m.groups {
-		for _, quota := range group.rule.Policy.quotas(m.usage(i)) {
+		for _, quota := range request.quotas(group.rule.Policy, m.usage(i)) {
 			expired := quota.Limit == LimitRunningAgents && group.expiredRunning > 0 ||
 				quota.Limit == LimitTokens && group.expiredReserved > 0
 			if expired && quota.exceeded() {

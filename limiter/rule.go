@@ -8,6 +8,7 @@ import (
 
 	"github.com/legion-gorm/legion/internal/agentid"
 	"github.com/legion-gorm/legion/internal/fault"
+	"github.com/legion-gorm/legion/internal/run"
 )
 
 // MaxRules is the most rules that one call may have.
@@ -73,6 +74,28 @@ type request struct {
 	agentID string
 	rules   []preparedRule
 	merged  document
+
+	// turn is what is written beside the admission when a turn begins, or nil.
+	turn *run.Begin
+
+	// limited says, for a turn that keeps the agent's groups, that it has any.
+	limited bool
+}
+
+// quotas are the policy's quotas with what the request asks of them.
+func (r *request) quotas(policy Policy, usage Usage) []Quota {
+	quotas := policy.quotas(usage)
+	if r.turn == nil {
+		return quotas
+	}
+
+	for i := range quotas {
+		if quotas[i].Limit == LimitTokens {
+			quotas[i].Requested = r.turn.Reserve
+		}
+	}
+
+	return quotas
 }
 
 func (r *request) limitsRunning() bool {
@@ -125,15 +148,11 @@ var errNoRules = fmt.Errorf("%w: there are no rules: pass at least one, or do no
 var errWithoutUsage = fmt.Errorf("%w: MaxTokens and MaxEvals need recorded usage, and the plugin has legion.WithoutUsageTracking: "+
 	"leave that option out, or these limits", fault.ErrInvalidRule)
 
-// prepare validates one agent and its rules. defaultPolicy is nil where the plugin has
-// none.
+// prepare validates one agent and its rules, which may be none. defaultPolicy is nil
+// where the plugin has none.
 func prepare(agentID string, rules []Rule, defaultPolicy *Policy) (request, error) {
 	if err := agentid.Validate(agentID); err != nil {
 		return request{}, err
-	}
-
-	if len(rules) == 0 {
-		return request{}, errNoRules
 	}
 
 	if len(rules) > MaxRules {

@@ -58,6 +58,10 @@ type Quota struct {
 	// example after a limit was lowered.
 	Used int64
 
+	// Requested is what the caller asks for on top, the tokens that a turn reserves. They
+	// are granted as a whole or not at all. Otherwise 0.
+	Requested int64
+
 	// ResetAfter is how long it takes until nothing of what is used now counts any more,
 	// if nothing is added. Only [Check] fills it in. Zero: nothing is used.
 	ResetAfter time.Duration
@@ -68,13 +72,13 @@ func (q Quota) Remaining() int64 { return max(0, q.Max-q.Used) }
 
 // exceeded reports whether the quota denies an admission. Agents and running agents
 // include the caller, so they may reach the limit; tokens and evals are spent after
-// the admission, so there must be some left.
+// the admission, so there must be some left, and as much as is asked for.
 func (q Quota) exceeded() bool {
 	switch q.Limit {
 	case LimitAgents, LimitRunningAgents:
 		return q.Used > q.Max || q.Max == 0
 	default:
-		return q.Used >= q.Max
+		return q.Used >= q.Max || q.Requested > q.Max-q.Used
 	}
 }
 

@@ -153,20 +153,27 @@ func (u Usage) Validate() error {
 	return nil
 }
 
+// Tokens is what MaxTokens sums of the entry: TotalTokens, or where that is zero
+// InputTokens + OutputTokens.
+func (u Usage) Tokens() int64 {
+	if u.TotalTokens == 0 {
+		return u.InputTokens + u.OutputTokens
+	}
+
+	return u.TotalTokens
+}
+
 // MarshalJSON writes the entry as it is stored. It resolves a zero TotalTokens.
 func (u Usage) MarshalJSON() ([]byte, error) {
 	document := usageDocument{
 		ID:           u.ID,
-		TotalTokens:  u.TotalTokens,
+		TotalTokens:  u.Tokens(),
 		InputTokens:  u.InputTokens,
 		OutputTokens: u.OutputTokens,
 		Evals:        u.Evals,
 		MessageIndex: u.MessageIndex,
 		Model:        u.Model,
 		Folded:       u.Folded,
-	}
-	if document.TotalTokens == 0 {
-		document.TotalTokens = u.InputTokens + u.OutputTokens
 	}
 
 	if !u.At.IsZero() {

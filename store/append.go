@@ -13,6 +13,7 @@ import (
 	"github.com/legion-gorm/legion/internal/agentid"
 	"github.com/legion-gorm/legion/internal/database"
 	"github.com/legion-gorm/legion/internal/fault"
+	"github.com/legion-gorm/legion/internal/run"
 	"github.com/legion-gorm/legion/models"
 )
 
@@ -48,6 +49,16 @@ const appendAttempts = 3
 // Errors: [ErrNotFound] when there is no such agent; [ErrInvalidUsage] and
 // [ErrInvalidAgentID], with the database not touched.
 func (s *Store[T]) AppendUsage(ctx context.Context, agentID string, entry models.Usage) (appended bool, err error) {
+	return s.appendUsage(ctx, agentID, entry, "")
+}
+
+// AppendTurnUsage is for the root package of this module. It is [Store.AppendUsage] that
+// also lowers what the run holds reserved by the tokens of the entry, down to zero.
+func (s *Store[T]) AppendTurnUsage(ctx context.Context, turn run.Run, entry models.Usage) (appended bool, err error) {
+	return s.appendUsage(ctx, turn.AgentID, entry, turn.ID)
+}
+
+func (s *Store[T]) appendUsage(ctx context.Context, agentID string, entry models.Usage, runID string) (appended bool, err error) {
 	if err := agentid.Validate(agentID); err != nil {
 		return false, err
 	}
@@ -65,7 +76,10 @@ func (s *Store[T]) AppendUsage(ctx context.Context, agentID string, entry models
 		return false, fmt.Errorf("%w: %w", ErrInvalidUsage, err)
 	}
 
-	statement := usageAppend{agents: s.agents(), agentID: agentID, entryID: entry.ID, entry: string(document), at: entry.At}
+	statement := usageAppend{
+		agents: s.agents(), agentID: agentID, entryID: entry.ID, entry: string(document), at: entry.At,
+		runID: runID, tokens: entry.Tokens(),
+	}
 
 	return s.append(ctx, statement)
 }
@@ -99,6 +113,11 @@ type usageAppend struct {
 
 	// at is when the entry's tokens were consumed. Zero: now.
 	at time.Time
+
+	// runID is the run that consumed the tokens, out of what it holds reserved. Empty:
+	// none.
+	runID  string
+	tokens int64
 }
 
 // run appends the entry, and reports whether it was not there yet.
@@ -136,11 +155,18 @@ func (a usageAppend) update() clause.Expression {
 		at = expression("least(?::bigint, "+databaseMilliseconds+")", a.at.UnixMilli())
 	}
 
+	settle := expression("")
+	if a.runID != "" {
+		settle = expression(`,
+  reserved_tokens = CASE WHEN agent.run_id = ? THEN greatest(0, agent.reserved_tokens - ?::bigint) ELSE agent.reserved_tokens END`,
+			a.runID, a.tokens)
+	}
+
 	return expression(`UPDATE ? AS agent
 SET usage = `+boundedUsage+` || jsonb_build_array(?::jsonb || jsonb_build_object('at', ?)),
-  updated_at = clock_timestamp()
+  updated_at = clock_timestamp()?
 WHERE agent.agent_id = ? AND NOT ?`,
-		a.agents, a.entry, at, a.agentID, a.isRecorded())
+		a.agents, a.entry, at, settle, a.agentID, a.isRecorded())
 }
 
 // look tells an agent that is not there from an entry that is.

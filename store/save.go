@@ -11,6 +11,7 @@ import (
 
 	"github.com/legion-gorm/legion/internal/agentid"
 	"github.com/legion-gorm/legion/internal/database"
+	"github.com/legion-gorm/legion/internal/run"
 	"github.com/legion-gorm/legion/models"
 )
 
@@ -93,7 +94,7 @@ func (p Patch) validate() error {
 
 // notUnderLiveRun is the condition that no live turn holds the row "agent". The clock is
 // read when the row is locked.
-const notUnderLiveRun = `NOT coalesce(agent.status = 'running' AND agent.run_id IS NOT NULL AND agent.lease_expires_at > clock_timestamp(), false)`
+var notUnderLiveRun = "NOT " + run.Live("agent", run.Now)
 
 func saveStatement(agents clause.Table, patch Patch) clause.Expression {
 	columns := agentIDColumn

@@ -185,6 +185,16 @@ func (s *Store[T]) query(tx *gorm.DB) *gorm.DB {
 	return tx.Model(new(T)).Table("? AS agent", s.agents())
 }
 
+// LegionTable is for the root package of this module: where the store's rows are. The pool
+// is the zero value where it is not known.
+func (s *Store[T]) LegionTable() (pool database.Pool, table string) {
+	if s.err != nil {
+		return database.Pool{}, ""
+	}
+
+	return database.PoolOf(s.db), s.tables.Agents
+}
+
 func (s *Store[T]) agents() clause.Table {
 	return clause.Table{Name: s.tables.Agents}
 }

@@ -21,6 +21,8 @@ var (
 	ErrNotMigrated    = errors.New("legion: the database is not migrated")
 	ErrNoConnection   = errors.New("legion: no database connection became free in time")
 	ErrAgentRunning   = errors.New("legion: the agent is running a turn")
+	ErrLeaseLost      = errors.New("legion: the turn has lost its lease")
+	ErrInvalidTurn    = errors.New("legion: invalid turn")
 	ErrContention     = errors.New("legion: too many retries under contention")
 	ErrNotFound       = fmt.Errorf("legion: no such agent: %w", gorm.ErrRecordNotFound)
 )

@@ -18,7 +18,7 @@ WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
 SELECT clock.now,
   own.started_at,
   coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
-  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false),
+  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false), own.run_id, coalesce(own.status = 'running', false),
   measured.agents,
   measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
   measured.tokens, measured.evals
@@ -51,7 +51,7 @@ WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
 SELECT clock.now,
   own.started_at,
   coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
-  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false),
+  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false), own.run_id, coalesce(own.status = 'running', false),
   measured.agents,
   measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
   measured.tokens, measured.evals
@@ -80,7 +80,7 @@ ON CONFLICT (agent_id) DO UPDATE SET
     SELECT CASE WHEN live THEN agent.run_id END,
       CASE WHEN live THEN agent.reserved_tokens ELSE 0 END,
       CASE WHEN live THEN agent.lease_expires_at ELSE clock_timestamp() + interval '30000000 microseconds' END
-    FROM (SELECT agent.status = 'running' AND agent.run_id IS NOT NULL AND agent.lease_expires_at > clock_timestamp() AS live) AS own);
+    FROM (SELECT coalesce(agent.status = 'running' AND agent.run_id IS NOT NULL AND agent.lease_expires_at > clock_timestamp(), false) AS live) AS own);
 -- $1 = 'another'
 -- $2 = '{"tenant":"globex"}'
 

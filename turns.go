@@ -1,0 +1,206 @@
+package legion
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"slices"
+	"sync"
+
+	"gorm.io/gorm"
+
+	"github.com/legion-gorm/legion/internal/database"
+	"github.com/legion-gorm/legion/internal/lease"
+	"github.com/legion-gorm/legion/internal/run"
+)
+
+// turns are those of one plugin in this process.
+type turns struct {
+	// connecting is held while the keeper is made.
+	connecting sync.Mutex
+
+	mutex  sync.Mutex
+	keeper *lease.Keeper
+	live   map[*Turn]struct{}
+	closed bool
+
+	// shutdown ends the beginnings that are under way.
+	shutdown    context.Context //nolint:containedctx // the plugin's own
+	setShutdown context.CancelCauseFunc
+
+	// idle is closed and replaced whenever a turn ends.
+	idle chan struct{}
+
+	// busy counts what Shutdown waits for beside the turns: beginnings and clean-ups.
+	busy sync.WaitGroup
+}
+
+func newTurns() *turns {
+	made := &turns{live: make(map[*Turn]struct{}), idle: make(chan struct{})}
+	made.shutdown, made.setShutdown = context.WithCancelCause(context.Background())
+
+	return made
+}
+
+// enter says that a turn is about to begin, until leave is called. The context that it
+// returns also ends with the plugin.
+func (t *turns) enter(ctx context.Context) (entered context.Context, leave func(), err error) {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+
+	if t.closed {
+		return nil, nil, ErrShutdown
+	}
+
+	t.busy.Add(1)
+
+	entered, cancel := context.WithCancelCause(ctx)
+	stop := context.AfterFunc(t.shutdown, func() { cancel(ErrShutdown) })
+
+	return entered, func() {
+		stop()
+		cancel(nil)
+		t.busy.Done()
+	}, nil
+}
+
+// connect makes the keeper, if there is none yet.
+func (t *turns) connect(ctx context.Context, plugin *Plugin) error {
+	t.connecting.Lock()
+	defer t.connecting.Unlock()
+
+	if t.keeper != nil {
+		return nil
+	}
+
+	settings := plugin.settings.WithDefaults()
+	session := plugin.db.Session(&gorm.Session{NewDB: true, Context: ctx})
+
+	connect, err := database.ConnectOf(session, settings)
+	if err != nil {
+		return err
+	}
+
+	plugin.store = plugin.agentStore()
+	t.keeper = lease.NewKeeper(settings.Lease, session.Statement.Quote(plugin.agents()), connect)
+
+	return nil
+}
+
+// add remembers the turn. It reports whether it may go on: it may not when the plugin was
+// shut down meanwhile.
+func (t *turns) add(turn *Turn) bool {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+
+	t.live[turn] = struct{}{}
+
+	return !t.closed
+}
+
+func (t *turns) remove(turn *Turn) {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+
+	delete(t.live, turn)
+	close(t.idle)
+	t.idle = make(chan struct{})
+}
+
+// abandon ends a run, in the background, that may have begun although its Begin has
+// failed.
+func (t *turns) abandon(plugin *Plugin, abandoned run.Run) {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+
+	// Shutdown may be waiting for the Begin that calls this, so its count is not zero.
+	t.busy.Go(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), settleTime)
+		defer cancel()
+
+		// If it fails, the lease runs out.
+		_ = plugin.atDatabase(ctx, func(tx *gorm.DB) error { return abandoned.End(tx, plugin.agents(), nil) })
+	})
+}
+
+// close refuses new turns, and returns those that there are.
+func (t *turns) close() []*Turn {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+
+	t.closed = true
+	t.setShutdown(ErrShutdown)
+
+	return slices.Collect(maps.Keys(t.live))
+}
+
+// left returns the turns that there are, and a channel that is closed when one has ended.
+func (t *turns) left() ([]*Turn, <-chan struct{}) {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+
+	return slices.Collect(maps.Keys(t.live)), t.idle
+}
+
+// Shutdown ends the plugin's turns in this process, for its end. New turns get
+// [ErrShutdown]. The contexts of those that run are cancelled with that cause, and
+// Shutdown waits for their End until ctx ends. Then it ends the rest itself, so that their
+// slots are free at once; what is still at work on them should stop.
+//
+// It returns nil when all turns have ended, by themselves or not; otherwise the errors of
+// those that could not be ended, whose slots are free when their leases are over. After it,
+// nothing of the plugin runs in the background. Calls of [limiter.Enforce] and of the store
+// are not affected, nor does it close the database.
+func (p *Plugin) Shutdown(ctx context.Context) error {
+	for _, turn := range p.turns.close() {
+		turn.cancel(ErrShutdown)
+	}
+
+	waited := p.turns.await(ctx)
+	left, _ := p.turns.left()
+	errs := make([]error, len(left))
+
+	if !waited {
+		var ends sync.WaitGroup
+
+		for i, turn := range left {
+			ends.Go(func() {
+				if err := turn.End(ctx); !isLeaseLost(err) {
+					errs[i] = err
+				}
+			})
+		}
+
+		ends.Wait()
+	}
+
+	p.turns.busy.Wait()
+
+	// What began in the last moment ends by itself, in Begin.
+	p.turns.connecting.Lock()
+	defer p.turns.connecting.Unlock()
+
+	if p.turns.keeper != nil {
+		p.turns.keeper.Close()
+	}
+
+	return errors.Join(errs...)
+}
+
+// await waits until no turn is left, and reports whether that is so before ctx ends.
+func (t *turns) await(ctx context.Context) bool {
+	for {
+		left, changed := t.left()
+		if len(left) == 0 {
+			return true
+		}
+
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return false
+		}
+	}
+}
+
+func isLeaseLost(err error) bool { return errors.Is(err, ErrLeaseLost) }
