@@ -36,6 +36,19 @@ func TestMain(m *testing.M) {
 		os.Exit(0)
 	}
 
+	if os.Getenv(turnChildVariable) != "" {
+		if os.Getenv(turnBurnVariable) != "" {
+			burn()
+		}
+
+		if err := turnInChild(os.Stdin, os.Stdout); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+
+		os.Exit(0)
+	}
+
 	pgtest.Main(m)
 }
 
