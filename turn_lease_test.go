@@ -12,7 +12,6 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgconn/ctxwatch"
 	"github.com/stretchr/testify/require"
-	"go.uber.org/goleak"
 	"gorm.io/gorm"
 
 	"github.com/legion-gorm/legion"
@@ -57,6 +56,8 @@ func TestATurnOfManyLeasesKeepsItsSlot(t *testing.T) {
 	for name, disturb := range map[string]func(t *testing.T, db *gorm.DB){
 		"undisturbed": func(*testing.T, *gorm.DB) {},
 		"the pool used up": func(t *testing.T, db *gorm.DB) {
+			t.Helper()
+
 			for range 2 {
 				tx := db.Begin()
 				require.NoError(t, tx.Error)
@@ -64,11 +65,15 @@ func TestATurnOfManyLeasesKeepsItsSlot(t *testing.T) {
 			}
 		},
 		"another agent's row locked": func(t *testing.T, db *gorm.DB) {
+			t.Helper()
+
 			tx := db.Begin()
 			t.Cleanup(func() { tx.Rollback() })
 			require.NoError(t, tx.Exec("SELECT FROM legion_agents WHERE agent_id = 'a neighbour' FOR UPDATE").Error)
 		},
 		"its row referenced by an open INSERT": func(t *testing.T, db *gorm.DB) {
+			t.Helper()
+
 			require.NoError(t, db.Exec("CREATE TABLE messages (agent_id text REFERENCES legion_agents)").Error)
 
 			tx := db.Begin()
@@ -76,6 +81,8 @@ func TestATurnOfManyLeasesKeepsItsSlot(t *testing.T) {
 			require.NoError(t, tx.Exec("INSERT INTO messages VALUES ('one')").Error)
 		},
 		"its connection cut again and again": func(t *testing.T, db *gorm.DB) {
+			t.Helper()
+
 			done := make(chan struct{})
 
 			var cutting sync.WaitGroup
@@ -190,7 +197,9 @@ func TestATurnThatCannotBeRenewedEndsBeforeItsLease(t *testing.T) {
 	t.Parallel()
 
 	// The application's pool works, and the plugin's own connection does not.
-	refused := func(context.Context) (*pgx.Conn, error) { return nil, fmt.Errorf("refused: %w", context.DeadlineExceeded) }
+	refused := func(context.Context) (*pgx.Conn, error) {
+		return nil, fmt.Errorf("refused: %w", context.DeadlineExceeded)
+	}
 	db, plugin := useTurns(t, legion.WithLease(shortLease), legion.WithConnect(refused))
 
 	turn, err := plugin.Begin(t.Context(), "one", under(runningRule(1)))
@@ -229,8 +238,6 @@ func TestOneStatementRenewsAllTurnsOfAProcess(t *testing.T) {
 
 	// Room on each page for the next version of its rows.
 	require.NoError(t, db.Exec("ALTER TABLE legion_agents SET (fillfactor = 80)").Error)
-
-	before := goleak.IgnoreCurrent()
 
 	begun := make([]*legion.Turn, turns)
 
@@ -293,11 +300,7 @@ func TestOneStatementRenewsAllTurnsOfAProcess(t *testing.T) {
 	var running int64
 	require.NoError(t, db.Model(&models.LegionAgent{}).Where("status = 'running'").Count(&running).Error)
 	require.Zero(t, running)
-
-	pool, err := db.DB()
-	require.NoError(t, err)
-	require.NoError(t, pool.Close())
-	goleak.VerifyNone(t, before, goleak.IgnoreAnyFunction("testing.tRunner"))
+	// That no goroutine is left is checked by pgtest.Main, once all tests have ended.
 }
 
 type countingTracer struct{ queries atomic.Int64 }

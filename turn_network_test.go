@@ -46,7 +46,7 @@ type loss struct {
 func startNetwork(t *testing.T, dsn string) (*network, string) {
 	t.Helper()
 
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	listener, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 
 	parsed, err := url.Parse(dsn)
@@ -55,7 +55,7 @@ func startNetwork(t *testing.T, dsn string) (*network, string) {
 	started := &network{listener: listener, server: parsed.Host}
 	parsed.Host = listener.Addr().String()
 
-	done, stop := context.WithCancel(context.Background())
+	done, stop := context.WithCancel(context.WithoutCancel(t.Context()))
 
 	started.connections.Go(func() {
 		for {
@@ -78,7 +78,7 @@ func startNetwork(t *testing.T, dsn string) (*network, string) {
 }
 
 func (n *network) connect(done context.Context, client net.Conn) {
-	server, err := net.Dial("tcp", n.server)
+	server, err := new(net.Dialer).DialContext(done, "tcp", n.server)
 	if err != nil {
 		_ = client.Close()
 

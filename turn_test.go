@@ -313,20 +313,18 @@ func TestOneAgentRunsOneTurn(t *testing.T) {
 
 	group.Wait()
 
-	begun := 0
+	var begun []*legion.Turn
 
 	for i, err := range errs {
 		if err == nil {
-			begun++
-			require.Equal(t, turns[i].RunID(), *rowOf(t, db, "one").RunID)
-
-			defer func() { require.NoError(t, turns[i].End(t.Context())) }()
+			begun = append(begun, turns[i])
 		} else {
 			require.ErrorIs(t, err, legion.ErrAgentRunning)
 		}
 	}
 
-	require.Equal(t, 1, begun)
+	require.Len(t, begun, 1)
+	require.Equal(t, begun[0].RunID(), *rowOf(t, db, "one").RunID)
 
 	// A bare Enforce leaves the run alone, and so do Save and Release.
 	before := rowOf(t, db, "one")
@@ -339,6 +337,7 @@ func TestOneAgentRunsOneTurn(t *testing.T) {
 	after := rowOf(t, db, "one")
 	require.Equal(t, before.RunID, after.RunID)
 	require.Equal(t, before.LeaseExpiresAt, after.LeaseExpiresAt)
+	require.NoError(t, begun[0].End(t.Context()))
 }
 
 func TestBeginAdoptsTheSlotOfABareEnforce(t *testing.T) {

@@ -112,13 +112,14 @@ func describe(violation Quota, window time.Duration) string {
 		return fmt.Sprintf("at most %d agents start in %s", violation.Max, window)
 	case LimitRunningAgents:
 		return fmt.Sprintf("at most %d agents run at once", violation.Max)
-	case LimitTokens:
+	default:
+		used := fmt.Sprintf("%d of %d %s used in %s", violation.Used, violation.Max, violation.Limit, window)
 		if violation.Requested > 0 {
-			return fmt.Sprintf("%d of %d tokens used in %s, and %d more to be reserved", violation.Used, violation.Max, window, violation.Requested)
+			used += fmt.Sprintf(", and %d more to be reserved", violation.Requested)
 		}
-	}
 
-	return fmt.Sprintf("%d of %d %s used in %s", violation.Used, violation.Max, violation.Limit, window)
+		return used
+	}
 }
 
 func describeRule(rule Rule, index int) string {

@@ -169,9 +169,9 @@ func (c *call) measure(tx *gorm.DB, request *request) (measurement, error) {
 // would be evaluated for every row and keep the indexes from being used, while a
 // scalar subquery is a parameter to them.
 func (c *call) measureStatement(request *request) clause.Expression {
-	groups := make([]any, len(request.rules))
+	groups := make([]any, 0, max(1, len(request.rules)))
 	for i, rule := range request.rules {
-		groups[i] = c.groupStatement(i, rule, request.agentID)
+		groups = append(groups, c.groupStatement(i, rule, request.agentID))
 	}
 
 	if len(groups) == 0 {

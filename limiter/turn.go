@@ -4,6 +4,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"gorm.io/gorm"
@@ -188,11 +189,7 @@ func (c *call) beginStatement(request *request) clause.Expression {
 		add("parent_agent_id", turn.ParentID, "excluded.parent_agent_id")
 	}
 
-	placeholders := ""
-	for range values {
-		placeholders += ", ?"
-	}
-
+	placeholders := strings.Repeat(", ?", len(values))
 	vars := append([]any{clause.Table{Name: c.tables.Agents}, request.agentID, turn.ID, turn.Reserve, c.leaseEnd()}, values...)
 
 	return expression(`INSERT INTO ? AS agent (agent_id, created_at, updated_at, status, run_id, reserved_tokens, lease_expires_at`+columns+`)

@@ -13,6 +13,10 @@ import (
 	"github.com/legion-gorm/legion/internal/run"
 )
 
+// retries is how many attempts fit into the pause between two renewals, once one has
+// failed or met a locked row.
+const retries = 6
+
 // A Keeper renews leases every third of their length, until they are removed or lost. It
 // has a goroutine and a connection only as long as there is something to renew.
 type Keeper struct {
@@ -143,7 +147,7 @@ func (k *Keeper) keep(ctx context.Context) {
 
 		if !k.renew(ctx, &renewer, runs) {
 			// Soon, but a server that is not there is not asked in a tight loop.
-			pause = k.length/20 + rand.N(k.length/60+1)
+			pause /= retries
 		}
 	}
 }

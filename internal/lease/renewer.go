@@ -48,7 +48,7 @@ type answer struct {
 // Only the lease changes, which no index has, so that the update is heap-only.
 func renewStatement(quotedTable string, length time.Duration) string {
 	return fmt.Sprintf(`WITH asked AS (
-  SELECT * FROM unnest($1::text[], $2::text[]) AS asked (agent_id, run_id)
+  SELECT agent_id, run_id FROM unnest($1::text[], $2::text[]) AS asked (agent_id, run_id)
 ), locked AS MATERIALIZED (
   SELECT agent.agent_id, agent.run_id FROM %[1]s AS agent
   WHERE agent.agent_id = ANY ($1::text[]) AND agent.status = 'running'
@@ -87,9 +87,11 @@ func (r *renewer) renew(ctx context.Context, runs []run.Run) (answers []answer, 
 	if err != nil {
 		r.begins = r.begins || database.HasCode(err, database.CodeSerializationFailure)
 		r.close()
+
+		return nil, fmt.Errorf("renew leases: %w", err)
 	}
 
-	return answers, err
+	return answers, nil
 }
 
 func (r *renewer) ask(ctx context.Context, runs []run.Run) (answers []answer, err error) {
@@ -106,13 +108,16 @@ func (r *renewer) ask(ctx context.Context, runs []run.Run) (answers []answer, er
 			return err
 		}
 
-		answers, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (one answer, err error) {
-			err = row.Scan(&one.run.AgentID, &one.run.ID, &one.renewed, &one.held)
+		var one answer
 
-			return one, err
+		into := []any{&one.run.AgentID, &one.run.ID, &one.renewed, &one.held}
+		_, err = pgx.ForEachRow(rows, into, func() error {
+			answers = append(answers, one)
+
+			return nil
 		})
 
-		return err
+		return err //nolint:wrapcheck // renew says what failed
 	})
 	if err == nil && len(answers) != len(runs) {
 		err = errUnanswered
@@ -130,7 +135,9 @@ func (r *renewer) execute(ctx context.Context, body func(queryer) error) error {
 		return body(r.connection)
 	}
 
-	return pgx.BeginTxFunc(ctx, r.connection, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error { return body(tx) })
+	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted}
+
+	return pgx.BeginTxFunc(ctx, r.connection, options, func(tx pgx.Tx) error { return body(tx) }) //nolint:wrapcheck // renew says what failed
 }
 
 // close closes the connection. What it was doing is of no interest any more.
