@@ -77,6 +77,7 @@ cover: ## Run the tests and write .cache/cover.html
 examples: ## Run the examples, each against a PostgreSQL of its own
 	$(GO) run ./examples/quickstart
 	$(GO) run ./examples/hooks
+	$(GO) run ./examples/agents
 	$(GO) run ./examples/replay $(REPLAY_ARGS)
 
 .PHONY: tidy
