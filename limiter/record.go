@@ -19,7 +19,7 @@ import (
 // begun says that the turn of the request has begun in an earlier attempt.
 func (c *call) record(tx *gorm.DB, request *request, own ownRow, begun bool) (bool, error) {
 	if request.turn != nil {
-		return true, c.recordTurn(tx, request, begun)
+		return true, c.recordTurn(tx, request, own, begun)
 	}
 
 	// A live turn keeps its run, its lease and its reservation: it has its slot.

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"gorm.io/gorm"
 
+	"github.com/legion-gorm/legion/internal/run"
 	"github.com/legion-gorm/legion/limiter"
 )
 
@@ -141,6 +142,48 @@ func TestStatements(t *testing.T) {
 			},
 		},
 		{
+			name:    "turn",
+			prepare: known(recordOnly(tenant)),
+			call: func(t *testing.T, db *gorm.DB) {
+				t.Helper()
+				requireBegins(t, db, run.Begin{ID: "run", AgentType: "research", ParentID: "parent", Reserve: 100}, full)
+			},
+		},
+		{
+			name: "turn_without_rules",
+			prepare: func(t *testing.T, db *gorm.DB) {
+				t.Helper()
+				require.NoError(t, limiter.Enforce(db, "agent", recordOnly(tenant)))
+			},
+			call: func(t *testing.T, db *gorm.DB) {
+				t.Helper()
+				requireBegins(t, db, run.Begin{ID: "run"})
+			},
+		},
+		{
+			name: "turn_that_had_begun",
+			prepare: func(t *testing.T, db *gorm.DB) {
+				t.Helper()
+				requireBegins(t, db, run.Begin{ID: "run"}, recordOnly(tenant))
+			},
+			call: func(t *testing.T, db *gorm.DB) {
+				t.Helper()
+				requireBegins(t, db, run.Begin{ID: "run"}, recordOnly(tenant))
+			},
+		},
+		{
+			name: "turn_that_resumes",
+			prepare: func(t *testing.T, db *gorm.DB) {
+				t.Helper()
+				known(recordOnly(tenant))(t, db)
+				insert(t, db, turn(t, "agent", tenant, -time.Second))
+			},
+			call: func(t *testing.T, db *gorm.DB) {
+				t.Helper()
+				requireBegins(t, db, run.Begin{ID: "next", Resumes: *find(t, db, "agent").RunID, Reserve: 7}, full)
+			},
+		},
+		{
 			name: "release",
 			prepare: func(t *testing.T, db *gorm.DB) {
 				t.Helper()
@@ -163,6 +206,13 @@ func TestStatements(t *testing.T) {
 			requireGolden(t, filepath.Join("testdata", "statements", test.name+".sql"), render(t, statements.take()))
 		})
 	}
+}
+
+func requireBegins(t *testing.T, db *gorm.DB, begin run.Begin, rules ...limiter.Rule) {
+	t.Helper()
+
+	_, _, err := limiter.AdmitTurn(db, limiter.Admission{AgentID: "agent", Rules: rules}, begin)
+	require.NoError(t, err)
 }
 
 // known makes the rules' identities known to the registry, and the registry to this

@@ -132,11 +132,11 @@ func (r *request) mayBegin(own ownRow) (begun bool, err error) {
 }
 
 // recordTurn writes the admission together with the run, its lease and its reservation.
-func (c *call) recordTurn(tx *gorm.DB, request *request, begun bool) error {
+func (c *call) recordTurn(tx *gorm.DB, request *request, own ownRow, begun bool) error {
 	// The lease begins after this moment, whatever the wait for the row.
 	c.leased = time.Now()
 
-	statement := c.beginStatement(request)
+	statement := c.beginStatement(request, own.startedAt)
 
 	switch {
 	case begun:
@@ -165,8 +165,14 @@ func (c *call) leaseEnd() clause.Expression {
 
 // beginStatement looks once more at the row as it is found: a renewal that started in time
 // may have been committed after the measurement.
-func (c *call) beginStatement(request *request) clause.Expression {
+func (c *call) beginStatement(request *request, measuredStart sql.NullTime) clause.Expression {
 	turn := request.turn
+	startedAt := expression("clock_timestamp()")
+
+	if measuredStart.Valid {
+		startedAt = expression("?::timestamptz", measuredStart.Time) // see record
+	}
+
 	columns, values := "", []any{}
 	updates := "deleted_at = NULL, updated_at = clock_timestamp(), status = 'running', run_id = excluded.run_id, reserved_tokens = excluded.reserved_tokens"
 
@@ -178,7 +184,7 @@ func (c *call) beginStatement(request *request) clause.Expression {
 
 	if !request.keepsGroups() {
 		add("metadata", jsonb(request.merged.text), "excluded.metadata")
-		add("started_at", expression("clock_timestamp()"), "coalesce(agent.started_at, excluded.started_at)")
+		add("started_at", startedAt, "coalesce(agent.started_at, excluded.started_at)")
 	}
 
 	if turn.AgentType != "" {

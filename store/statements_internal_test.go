@@ -39,6 +39,8 @@ func TestStatements(t *testing.T) {
 	appended := usageAppend{agents: agents, agentID: "a", entry: `{"id": "e"}`, entryID: "e"}
 	appendedAt := appended
 	appendedAt.at = time.UnixMilli(5)
+	appendedInTurn := appended
+	appendedInTurn.runID, appendedInTurn.tokens = "run", 7
 
 	for name, test := range map[string]struct {
 		statement clause.Expression
@@ -51,6 +53,7 @@ func TestStatements(t *testing.T) {
 		"is_deleted":       {isDeletedStatement(agents, "a"), []any{"a"}},
 		"append":           {appended.update(), []any{`{"id": "e"}`, "a", "e"}},
 		"append_at":        {appendedAt.update(), []any{`{"id": "e"}`, int64(5), "a", "e"}},
+		"append_in_turn":   {appendedInTurn.update(), []any{`{"id": "e"}`, "run", int64(7), "a", "e"}},
 		"append_look":      {appended.lookStatement(), []any{"e", "a"}},
 		"prune_first":      {agentIDs.lastOfBatchStatement(nil), []any{pruneBatch}},
 		"prune_next":       {documents.lastOfBatchStatement(&after), []any{after, pruneBatch}},

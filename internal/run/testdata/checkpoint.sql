@@ -1,0 +1,1 @@
+UPDATE "app"."Agents" AS agent SET conversation_state = $1, updated_at = clock_timestamp() WHERE agent.agent_id = $2 AND agent.run_id = $3 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
