@@ -29,6 +29,18 @@
 // A denial is an error that names the rule and every limit that it exceeds. Whatever
 // goes wrong is an error too: a call never allows because the database did not answer.
 //
+// # Turns
+//
+// [Plugin.Run] is a whole turn of an agent: it enforces the rules, holds the agent's slot
+// by a lease as long as the work goes on, records what it uses, and gives the slot back
+// however it ends. A process that dies loses its slots one lease later, and another one
+// resumes its work with [Plugin.Recover]:
+//
+//	err = plugin.Run(ctx, agentID, legion.TurnOptions{Rules: rules, Reserve: 4000},
+//		func(ctx context.Context, turn *legion.Turn) error {
+//			return turn.Record(ctx, models.Usage{TotalTokens: 1234})
+//		})
+//
 // # Packages
 //
 //   - limiter: identities, policies, rules and the verdict

@@ -42,6 +42,9 @@ import (
 //  4. Measuring all rules, in one statement.
 //  5. Recording the agent, if all rules allow.
 //
+// A turn that begins or is resumed (turn.go) is such a call. One without rules locks the
+// groups that its agent is in already, since its slot counts there.
+//
 // A call for several agents (EnforceAll) takes the locks of steps 1 and 2 for all of
 // them together, and then does the rest for one after the other.
 //
