@@ -43,6 +43,9 @@ import (
 // they are enforced one after the other in one transaction, which can deadlock with
 // others, see [Retryable].
 //
+// Under SkipDefaultTransaction the admission and the INSERT share a transaction of ours. An
+// association that the row belongs to was saved before it began, and stays after a denial.
+//
 // What it cannot see: SQL of the application's own, bulk copies, and creates from a map
 // with no more than a Table. A create of the model from a map is an error, since there is
 // no value to ask, and so is a LegionRules of another signature.
@@ -296,22 +299,16 @@ func withoutExisting(db *gorm.DB, rows []reflect.Value) ([]reflect.Value, error)
 		}
 
 		query.SQL += "])"
-		i := 0
 
-		err := database.Query(session, query, func(found *sql.Rows) error {
-			var exists bool
-
-			err := found.Scan(&exists)
-			if !exists {
-				started = append(started, chunk[i])
-			}
-
-			i++
-
-			return err
-		})
-		if err != nil {
+		var exist []bool
+		if err := session.Raw("?", query).Scan(&exist).Error; err != nil {
 			return nil, err
+		}
+
+		for i, row := range chunk {
+			if !exist[i] {
+				started = append(started, row)
+			}
 		}
 	}
 
@@ -325,6 +322,10 @@ func addExistenceCheck(query *clause.Expr, statement *gorm.Statement, row reflec
 		conditions []string
 		vars       = []any{clause.Table{Name: statement.Table}}
 	)
+
+	if statement.TableExpr != nil {
+		vars[0] = *statement.TableExpr // as db.Table was told, which may be with an alias
+	}
 
 	for _, field := range statement.Schema.PrimaryFields {
 		value, zero := field.ValueOf(statement.Context, row)

@@ -185,6 +185,8 @@ func TestAnUpsertAsksItsOwnTableAndOnThePrimary(t *testing.T) {
 			upsert := db.Clauses(clause.OnConflict{UpdateAll: true}).Session(&gorm.Session{})
 			require.NoError(t, upsert.Create(&Thread{ID: "a", Tenant: "acme"}).Error)
 			require.Empty(t, agents(t, db.Clauses(dbresolver.Write)), "it is there")
+			require.NoError(t, upsert.Table("threads AS thread").Create(&Thread{ID: "a", Tenant: "acme"}).Error)
+			require.Empty(t, agents(t, db.Clauses(dbresolver.Write)), "by whatever name")
 			require.NoError(t, upsert.Table("archived_threads").Create(&Thread{ID: "a", Tenant: "acme"}).Error)
 			require.Equal(t, []string{"a"}, agents(t, db.Clauses(dbresolver.Write)), "there it is not")
 		})
@@ -394,6 +396,55 @@ func TestABatchCountsAnAgentOnce(t *testing.T) {
 	require.ErrorIs(t, db.Session(&gorm.Session{CreateBatchSize: 1, SkipHooks: true}).
 		Create([]*Thread{{ID: "v", Tenant: "globex"}, {ID: "w", Tenant: "globex"}}).Error, limiter.ErrExceeded)
 	require.Equal(t, []string{"a", "b", "z"}, agents(t, db))
+
+	rows := []Thread{{ID: "t", Tenant: "initech"}, {ID: "u", Tenant: "initech"}, {ID: "v", Tenant: "initech"}}
+	require.ErrorIs(t, gorm.G[Thread](db).CreateInBatches(t.Context(), &rows, 2), limiter.ErrExceeded)
+	require.Equal(t, []string{"a", "b", "z"}, agents(t, db), "the batches before the denied one go with it")
+	require.NoError(t, db.Connection(func(one *gorm.DB) error { return one.CreateInBatches(rows[:2], 1).Error }))
+	require.Equal(t, []string{"a", "b", "t", "u", "z"}, agents(t, db))
+}
+
+// Draft asks the database for its rules, in the transaction that the context carries.
+type Draft struct {
+	ID       string `gorm:"primaryKey"`
+	ForumID  uint
+	Forum    Forum
+	forumSet bool
+}
+
+type transactionKey struct{}
+
+func (d *Draft) LegionRules(ctx context.Context) (string, []limiter.Rule, error) {
+	d.forumSet = d.ForumID != 0 // an association that it belongs to is saved before
+
+	var drafts int64
+
+	tx, _ := ctx.Value(transactionKey{}).(*gorm.DB)
+	err := tx.WithContext(ctx).Model(&Draft{}).Count(&drafts).Error
+
+	return d.ID, []limiter.Rule{{
+		Identity: limiter.Identity{"kind": "draft"}, Policy: limiter.Policy{Window: time.Hour, MaxAgents: limiter.Max(drafts + 1)},
+	}}, err
+}
+
+func TestLegionRulesMayAskTheTransactionOfTheContext(t *testing.T) {
+	t.Parallel()
+
+	db := setupThreads(t, pgtest.MaxOpenConnections(1))
+	require.NoError(t, db.AutoMigrate(&Draft{}))
+	require.NoError(t, db.Transaction(func(tx *gorm.DB) error {
+		tx = tx.WithContext(context.WithValue(t.Context(), transactionKey{}, tx))
+		first := Draft{ID: "a", Forum: Forum{Threads: []Thread{{ID: "free"}}}}
+		require.NoError(t, tx.Create(&first).Error)
+		require.True(t, first.forumSet)
+
+		// A denial leaves the transaction usable.
+		require.ErrorIs(t, tx.Create([]*Draft{{ID: "b", ForumID: first.ForumID}, {ID: "c", ForumID: first.ForumID}}).Error, limiter.ErrExceeded)
+
+		return tx.Create(&Draft{ID: "d", ForumID: first.ForumID}).Error
+	}))
+	require.Equal(t, []string{"a", "d"}, agents(t, db))
+	requireRows(t, db, 2, "drafts")
 }
 
 func TestCreatesAtOnceAreExact(t *testing.T) {
