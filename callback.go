@@ -2,9 +2,13 @@ package legion
 
 import (
 	"context"
+	"database/sql"
+	"errors"
 	"fmt"
 	"reflect"
 	"runtime/debug"
+	"slices"
+	"strings"
 	"sync"
 
 	"gorm.io/gorm"
@@ -27,14 +31,24 @@ import (
 // LegionRules returns the agent's ID and its rules. No rules: this row is not limited.
 // An error ends the create, and so does a panic, as a [PanicError]. It runs after
 // BeforeCreate, also for Save, FirstOrCreate and associations, and also where SkipHooks
-// leaves the hooks out.
+// leaves the hooks out. A key that the database makes is not known by then: the ID of the
+// agent is one that the application makes. Where it works with the database, it passes
+// on no *gorm.DB of the application's, which would wait for the create's own connection.
 //
 // The rows of a batch are enforced together, in their order, each after its
 // predecessors: one denial denies the batch. Where an INSERT has ON CONFLICT, as upserts
 // and the saving of associations do, rows whose primary key exists are not enforced.
 //
-// What it cannot see: SQL of the application's own, and bulk copies. A create from a map
-// is an error, since there is no value to ask.
+// Each batch of CreateInBatches is a statement of its own, and so is each association:
+// they are enforced one after the other in one transaction, which can deadlock with
+// others, see [Retryable].
+//
+// Under SkipDefaultTransaction the admission and the INSERT share a transaction of ours. An
+// association that the row belongs to was saved before it began, and stays after a denial.
+//
+// What it cannot see: SQL of the application's own, bulk copies, and creates from a map
+// with no more than a Table. A create of the model from a map is an error, since there is
+// no value to ask, and so is a LegionRules of another signature.
 type Limited interface {
 	LegionRules(ctx context.Context) (agentID string, rules []limiter.Rule, err error)
 }
@@ -83,6 +97,7 @@ var (
 	limitedModels sync.Map // reflect.Type -> bool
 )
 
+// isLimited reports whether the model has LegionRules, of whatever signature.
 func isLimited(statement *gorm.Statement) bool {
 	if statement.Schema == nil {
 		return false
@@ -93,10 +108,22 @@ func isLimited(statement *gorm.Statement) bool {
 		return known.(bool) //nolint:forcetypeassert // only bools are stored, here
 	}
 
-	limited := reflect.PointerTo(model).Implements(limitedType)
+	_, limited := reflect.PointerTo(model).MethodByName("LegionRules")
 	limitedModels.Store(model, limited)
 
 	return limited
+}
+
+func errNoAgentID(model *schema.Schema) error {
+	return fmt.Errorf("%w: LegionRules of %s returns an empty one: it runs before the INSERT, when a key that the database makes "+
+		"is not known yet, so make the ID in the application", fault.ErrInvalidAgentID, model.Name)
+}
+
+// errNotLimited is for a model that means to be limited. To ignore it would be to allow
+// everything.
+func errNotLimited(model *schema.Schema) error {
+	return fmt.Errorf("%w: LegionRules of %s has another signature than that of legion.Limited: "+
+		"make it LegionRules(context.Context) (string, []limiter.Rule, error)", fault.ErrInvalidConfig, model.Name)
 }
 
 // enforceCreate is the callback before the INSERT.
@@ -120,11 +147,13 @@ func enforceStatement(db *gorm.DB) error {
 		return err
 	}
 
-	// A session of its own: a query on db would be written into the INSERT.
-	tx := db.Session(&gorm.Session{NewDB: true})
-
 	if _, upserts := db.Statement.Clauses["ON CONFLICT"]; upserts {
-		if rows, err = withoutExisting(tx, db.Statement, rows); err != nil {
+		// In the transaction, since outside a resolver plugin would ask a replica.
+		if err := ensureTransaction(db); err != nil {
+			return err
+		}
+
+		if rows, err = withoutExisting(db, rows); err != nil {
 			return err
 		}
 	}
@@ -137,32 +166,47 @@ func enforceStatement(db *gorm.DB) error {
 			return err
 		}
 
-		if len(admission.Rules) > 0 {
-			admissions = append(admissions, admission)
+		if len(admission.Rules) == 0 {
+			continue
 		}
+
+		if admission.AgentID == "" {
+			return errNoAgentID(db.Statement.Schema)
+		}
+
+		admissions = append(admissions, admission)
 	}
 
 	if len(admissions) == 0 {
 		return nil
 	}
 
-	if !database.InTransaction(db) {
-		// SkipDefaultTransaction: the admission and the INSERT need one all the same.
-		began := tx.Begin()
-		if began.Error != nil {
-			return began.Error
-		}
-
-		db.Statement.ConnPool = began.Statement.ConnPool
-		db.InstanceSet(startedKey, true)
-
-		tx = began
+	if err := ensureTransaction(db); err != nil {
+		return err
 	}
 
-	return limiter.EnforceAll(tx, admissions...)
+	return limiter.EnforceAll(db.Session(&gorm.Session{NewDB: true}), admissions...)
 }
 
-// finishCreate ends the transaction that enforceCreate began.
+// ensureTransaction begins a transaction where SkipDefaultTransaction has left none: the
+// admission and the INSERT need one all the same.
+func ensureTransaction(db *gorm.DB) error {
+	if database.InTransaction(db) {
+		return nil
+	}
+
+	began := db.Session(&gorm.Session{NewDB: true}).Begin()
+	if began.Error != nil {
+		return began.Error
+	}
+
+	db.Statement.ConnPool = began.Statement.ConnPool
+	db.InstanceSet(startedKey, true)
+
+	return nil
+}
+
+// finishCreate ends the transaction that ensureTransaction began.
 func finishCreate(db *gorm.DB) {
 	// Asking first whether the model is limited keeps this free for all others.
 	if !isLimited(db.Statement) {
@@ -173,101 +217,140 @@ func finishCreate(db *gorm.DB) {
 		return
 	}
 
-	if db.Error != nil {
-		db.Rollback()
-	} else {
+	if db.Error == nil {
 		db.Commit()
+	} else if err := rollback(db.Statement); err != nil {
+		_ = db.AddError(err)
 	}
 
 	db.Statement.ConnPool = db.ConnPool
 }
 
+// rollback is quiet where the context has ended the transaction already. GORM would put
+// that in front of the error that matters, and errors.Is would see no other.
+func rollback(statement *gorm.Statement) error {
+	transaction, ok := statement.ConnPool.(gorm.TxCommitter)
+	if !ok {
+		return nil
+	}
+
+	if err := transaction.Rollback(); statement.Context.Err() == nil && !errors.Is(err, sql.ErrTxDone) {
+		return err
+	}
+
+	return nil
+}
+
 // limitedRows returns the structs that the statement inserts.
 func limitedRows(statement *gorm.Statement) ([]reflect.Value, error) {
-	value := statement.ReflectValue
-
-	switch value.Kind() {
-	case reflect.Struct:
-		return []reflect.Value{value}, nil
-	case reflect.Slice, reflect.Array:
-		rows := make([]reflect.Value, value.Len())
-
-		for i := range rows {
-			if rows[i] = reflect.Indirect(value.Index(i)); rows[i].Kind() != reflect.Struct {
-				return nil, errNotStruct(statement.Schema)
-			}
-		}
-
-		return rows, nil
-	default:
-		return nil, errNotStruct(statement.Schema)
+	value, model := statement.ReflectValue, statement.Schema.ModelType
+	if !reflect.PointerTo(model).Implements(limitedType) {
+		return nil, errNotLimited(statement.Schema)
 	}
+
+	rows := []reflect.Value{value}
+
+	if value.Kind() == reflect.Slice || value.Kind() == reflect.Array {
+		rows = make([]reflect.Value, value.Len())
+		for i := range rows {
+			rows[i] = reflect.Indirect(value.Index(i))
+		}
+	}
+
+	for _, row := range rows {
+		if !row.IsValid() || row.Type() != model {
+			return nil, errNotModel(statement.Schema)
+		}
+	}
+
+	return rows, nil
 }
 
-func errNotStruct(model *schema.Schema) error {
-	return fmt.Errorf("%w: %s has LegionRules and is created from what is no struct, so there is no value to ask: "+
-		"create it from a struct, or leave the rules out with legion.Skip", fault.ErrInvalidConfig, model.Name)
+func errNotModel(model *schema.Schema) error {
+	return fmt.Errorf("%w: %s has LegionRules and is created from nil, a map or another type, so there is no value to ask: "+
+		"create it from its own struct, or leave the rules out with legion.Skip", fault.ErrInvalidConfig, model.Name)
 }
+
+// maxExistenceChecks bounds the size of one query, and how long it is planned.
+const maxExistenceChecks = 500
 
 // withoutExisting leaves out the rows whose primary key is in the table already, soft
 // deleted or not: an upsert does not start them.
-func withoutExisting(tx *gorm.DB, statement *gorm.Statement, rows []reflect.Value) ([]reflect.Value, error) {
-	model := statement.Schema
-	ctx := statement.Context
-
-	keys := make([][]any, 0, len(rows))
-
-	for _, row := range rows {
-		if key, complete := primaryKey(ctx, model, row); complete {
-			keys = append(keys, key)
-		}
-	}
-
-	if len(keys) == 0 {
-		return rows, nil
-	}
-
-	found := reflect.New(reflect.SliceOf(model.ModelType))
-	column, values := schema.ToQueryValues("", model.PrimaryFieldDBNames, keys)
-
-	err := tx.Table("?", clause.Table{Name: statement.Table}).Unscoped().
-		Select(model.PrimaryFieldDBNames).
-		Where(clause.IN{Column: column, Values: values}).
-		Session(&gorm.Session{SkipHooks: true}).
-		Find(found.Interface()).Error
+//
+// The database compares the keys. What GORM reads back need not equal what it has
+// written: a time is rounded, a char is padded, a Valuer converts.
+func withoutExisting(db *gorm.DB, rows []reflect.Value) ([]reflect.Value, error) {
+	session, err := database.Session(db)
 	if err != nil {
 		return nil, err
 	}
 
-	existing := make(map[string]bool, found.Elem().Len())
-
-	for i := range found.Elem().Len() {
-		key, _ := primaryKey(ctx, model, found.Elem().Index(i))
-		existing[fmt.Sprint(key...)] = true
-	}
-
 	var started []reflect.Value
 
-	for _, row := range rows {
-		if key, complete := primaryKey(ctx, model, row); !complete || !existing[fmt.Sprint(key...)] {
-			started = append(started, row)
+	for chunk := range slices.Chunk(rows, maxExistenceChecks) {
+		query := clause.Expr{SQL: "SELECT unnest(ARRAY["}
+
+		for i, row := range chunk {
+			if i > 0 {
+				query.SQL += ", "
+			}
+
+			addExistenceCheck(&query, db.Statement, row)
+		}
+
+		query.SQL += "])"
+
+		var exist []bool
+		if err := session.Raw("?", query).Scan(&exist).Error; err != nil {
+			return nil, err
+		}
+
+		for i, row := range chunk {
+			if !exist[i] {
+				started = append(started, row)
+			}
 		}
 	}
 
 	return started, nil
 }
 
-func primaryKey(ctx context.Context, model *schema.Schema, row reflect.Value) (key []any, complete bool) {
-	for _, field := range model.PrimaryFields {
-		value, zero := field.ValueOf(ctx, row)
-		if zero {
-			return nil, false
-		}
+// addExistenceCheck adds whether the primary key of row is in the table: false where the
+// database is to make a part of it.
+func addExistenceCheck(query *clause.Expr, statement *gorm.Statement, row reflect.Value) {
+	var (
+		conditions []string
+		vars       = []any{clause.Table{Name: statement.Table}}
+	)
 
-		key = append(key, value)
+	if statement.TableExpr != nil {
+		vars[0] = *statement.TableExpr // as db.Table was told, which may be with an alias
 	}
 
-	return key, len(key) > 0
+	for _, field := range statement.Schema.PrimaryFields {
+		value, zero := field.ValueOf(statement.Context, row)
+
+		switch {
+		case zero && field.DefaultValueInterface != nil:
+			value = field.DefaultValueInterface
+		case zero && field.HasDefaultValue:
+			query.SQL += "false"
+
+			return
+		}
+
+		conditions = append(conditions, "? = ?")
+		vars = append(vars, clause.Column{Name: field.DBName}, value)
+	}
+
+	if len(conditions) == 0 {
+		query.SQL += "false"
+
+		return
+	}
+
+	query.SQL += "EXISTS (SELECT 1 FROM ? WHERE " + strings.Join(conditions, " AND ") + ")"
+	query.Vars = append(query.Vars, vars...)
 }
 
 // askRules calls LegionRules. A panic that went on through GORM would leave the

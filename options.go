@@ -35,8 +35,8 @@ func WithModel(model any) Option {
 }
 
 // WithTable overrides the name of the agents' table, which may be qualified with its
-// schema. The registry is named after it, with _identities at the end. The default is
-// the model's own name.
+// schema. The registry is named after it, with _identities at the end, so that it may have
+// 52 bytes: PostgreSQL keeps 63 of a name. The default is the model's own name.
 func WithTable(name string) Option {
 	return func(p *Plugin) { p.settings.Table = name }
 }

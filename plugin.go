@@ -85,8 +85,8 @@ func (p *Plugin) Name() string { return Name }
 // model, runs [Migrate] if [WithMigrate] asks for it, and registers the create callbacks.
 // It starts no goroutine.
 //
-// Errors: [ErrInvalidConfig] for options or a model that cannot work and for a dialect
-// other than PostgreSQL; those of Migrate.
+// Errors: [ErrInvalidConfig] for options or a model that cannot work, for names that are
+// longer than PostgreSQL keeps, and for a dialect other than PostgreSQL; those of Migrate.
 func (p *Plugin) Initialize(db *gorm.DB) error {
 	session, err := database.Session(db)
 	if err != nil {
@@ -152,7 +152,14 @@ func (p *Plugin) check(db *gorm.DB) error {
 		return err
 	}
 
-	return checkModel(model, agent)
+	if err := checkModel(model, agent); err != nil {
+		return err
+	}
+
+	// It checks the names of the tables and of all that belongs to them.
+	_, err = migration.TablesOf(db, p.settings.WithDefaults())
+
+	return err
 }
 
 func parse(db *gorm.DB, model any) (*schema.Schema, error) {

@@ -27,7 +27,8 @@ type LegionAgent struct {
 	// said.
 	AgentType *string `gorm:"column:agent_type;type:text"`
 
-	// ParentAgentID is the agent that started this one. Nil: a root agent.
+	// ParentAgentID is the agent that started this one. Nil or empty: none, it is a root
+	// agent. Empty is what a save of the empty value writes over an earlier parent.
 	ParentAgentID *string `gorm:"column:parent_agent_id;type:text"`
 
 	// Status is idle or running. The default is idle.

@@ -86,7 +86,7 @@ func (s *Store[T]) appendUsage(ctx context.Context, agentID string, entry models
 
 func (s *Store[T]) append(ctx context.Context, statement usageAppend) (appended bool, err error) {
 	if s.err == nil && !database.InTransaction(s.db) {
-		leave, err := appendQueue.enter(ctx, agentKey{database.PoolOf(s.db), s.tables.Agents, statement.agentID})
+		leave, err := appendQueue.Enter(ctx, agentKey{database.PoolOf(s.db), s.tables.Agents, statement.agentID})
 		if err != nil {
 			return false, err
 		}

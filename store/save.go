@@ -25,7 +25,7 @@ type Patch struct {
 	AgentType *string
 
 	// ParentAgentID is the agent that started this one. It need not exist; it cannot be
-	// the agent itself.
+	// the agent itself. Empty: none, which makes it a root agent.
 	ParentAgentID *string
 
 	// ConversationState is opaque to Legion.

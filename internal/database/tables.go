@@ -2,6 +2,7 @@ package database
 
 import (
 	"fmt"
+	"strings"
 	"time"
 
 	"gorm.io/gorm"
@@ -75,6 +76,12 @@ func SettingsOf(db *gorm.DB) Settings {
 	return settings.WithDefaults()
 }
 
+// MaxNameBytes is the longest name that PostgreSQL keeps. It cuts longer ones off without
+// an error: two of them may become one, and catalogue queries find neither.
+const MaxNameBytes = 63
+
+const identitiesSuffix = "_identities"
+
 // Tables are the names of the two tables, unquoted, with their schema if they
 // have one.
 type Tables struct {
@@ -82,7 +89,8 @@ type Tables struct {
 	Identities string
 }
 
-// TablesOf returns the names that the settings give with the NamingStrategy of db.
+// TablesOf returns the names that the settings give with the NamingStrategy of db. The
+// error is ErrInvalidConfig where PostgreSQL would cut one of them.
 func TablesOf(db *gorm.DB, settings Settings) (Tables, error) {
 	statement := &gorm.Statement{DB: db}
 	if err := statement.ParseWithSpecialTableName(settings.Model, settings.Table); err != nil {
@@ -94,5 +102,29 @@ func TablesOf(db *gorm.DB, settings Settings) (Tables, error) {
 		agents = settings.Table
 	}
 
-	return Tables{Agents: agents, Identities: agents + "_identities"}, nil
+	if err := checkLength(agents); err != nil {
+		return Tables{}, err
+	}
+
+	return Tables{Agents: agents, Identities: agents + identitiesSuffix}, nil
+}
+
+func checkLength(agents string) error {
+	qualifier, table := "", agents
+	if dot := strings.LastIndexByte(agents, '.'); dot >= 0 {
+		qualifier, table = agents[:dot], agents[dot+1:]
+	}
+
+	if table = strings.Trim(table, `"`); len(table)+len(identitiesSuffix) > MaxNameBytes {
+		return fmt.Errorf("%w: the name of the agents' table, %q, has %d bytes, the limit is %d: choose a shorter one. "+
+			"PostgreSQL keeps %d bytes of a name, and the registry's is this one and %q", fault.ErrInvalidConfig,
+			table, len(table), MaxNameBytes-len(identitiesSuffix), MaxNameBytes, identitiesSuffix)
+	}
+
+	if qualifier = strings.Trim(qualifier, `"`); len(qualifier) > MaxNameBytes {
+		return fmt.Errorf("%w: the name of the agents' schema, %q, has %d bytes, the limit is %d, which is what PostgreSQL keeps of a name: "+
+			"choose a shorter one", fault.ErrInvalidConfig, qualifier, len(qualifier), MaxNameBytes)
+	}
+
+	return nil
 }

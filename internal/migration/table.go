@@ -21,10 +21,6 @@ import (
 	"github.com/legion-gorm/legion/models"
 )
 
-// maxNameBytes is the longest name that PostgreSQL keeps. It cuts longer ones off
-// without an error, so that a table could not be found under its own name again.
-const maxNameBytes = 63
-
 // A Table is one of the two tables as its model declares it.
 type Table struct {
 	db        *gorm.DB
@@ -57,11 +53,6 @@ func TablesOf(db *gorm.DB, settings database.Settings) ([]*Table, error) {
 }
 
 func newTable(db *gorm.DB, model any, name string, reference any) (*Table, error) {
-	if last := strings.Trim(name[strings.LastIndexByte(name, '.')+1:], `"`); len(last) > maxNameBytes {
-		return nil, fmt.Errorf("%w: the table name %q has %d bytes, the limit is %d: choose a shorter one, "+
-			"the registry's is the agents' and \"_identities\"", fault.ErrInvalidConfig, last, len(last), maxNameBytes)
-	}
-
 	statement := &gorm.Statement{DB: db}
 	if err := statement.ParseWithSpecialTableName(model, name); err != nil {
 		return nil, fmt.Errorf("%w: the agent model cannot be parsed: %w", fault.ErrInvalidConfig, err)
@@ -72,14 +63,40 @@ func newTable(db *gorm.DB, model any, name string, reference any) (*Table, error
 		return nil, fmt.Errorf("%w: the model cannot be parsed: %w", fault.ErrInvalidConfig, err)
 	}
 
-	return &Table{
+	table := &Table{
 		db:        db,
 		model:     model,
 		name:      name,
 		quoted:    db.Statement.Quote(name),
 		statement: statement,
 		legion:    own.Schema.FieldsByDBName,
-	}, nil
+	}
+
+	if err := table.checkLengths(); err != nil {
+		return nil, err
+	}
+
+	return table, nil
+}
+
+// checkLengths refuses the names of indexes and constraints that PostgreSQL would cut: no
+// later run would find them. GORM shortens long ones, but counts letters, not bytes, and
+// to a length that the NamingStrategy may set.
+func (t *Table) checkLengths() error {
+	names, _ := t.constraints()
+	for _, index := range t.statement.Schema.ParseIndexes() {
+		names = append(names, index.Name)
+	}
+
+	for _, name := range names {
+		if len(name) > database.MaxNameBytes {
+			return fmt.Errorf("%w: an index or constraint of the table %q would be called %q, which has %d bytes, and PostgreSQL keeps %d: "+
+				"choose a shorter name for the table, or set IdentifierMaxLength of the NamingStrategy to %d",
+				fault.ErrInvalidConfig, t.name, name, len(name), database.MaxNameBytes, database.MaxNameBytes)
+		}
+	}
+
+	return nil
 }
 
 // Create returns the SQL that makes the table and its indexes.

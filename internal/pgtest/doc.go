@@ -27,7 +27,9 @@
 //     else nobody, since Postgres refuses to run as root.
 //   - docker: a container of the image LEGION_TEST_IMAGE (default [DefaultImage]), run through
 //     testcontainers, whose own environment variables apply.
-//   - embedded: downloaded binaries. Not available yet.
+//   - embedded: binaries that are downloaded from Maven Central, where the project
+//     zonkyio/embedded-postgres-binaries publishes them, and run as the local ones are. The download
+//     is kept in the user's cache directory, under legion-pgtest. HTTPS_PROXY applies. Not on Windows.
 //
 // LEGION_TEST_POSTGRES=dsn|local|docker|embedded forces one of them. Where none works, the error
 // names all of them and says of each why it did not.

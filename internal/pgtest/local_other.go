@@ -15,4 +15,8 @@ func launchLocal(context.Context, *order) (launched, error) {
 	return launched{}, errUnsupported
 }
 
+func launchEmbedded(context.Context, *order) (launched, error) {
+	return launched{}, errUnsupported
+}
+
 func supervisorAttributes() *syscall.SysProcAttr { return nil }

@@ -14,6 +14,12 @@ import (
 // roleVariable gives a test binary that a test starts again something else to do than to run tests.
 const roleVariable = "LEGION_PGTEST_ROLE"
 
+// For an owner, what [withRepository] is for a test.
+const (
+	repositoryVariable = "LEGION_PGTEST_REPOSITORY"
+	cacheVariable      = "LEGION_PGTEST_CACHE"
+)
+
 // The roles.
 const (
 	ownerRole     = "owner"     // own a server until told how to end
@@ -73,7 +79,7 @@ func must(err error) {
 // end in an orderly way do, it does not die from an interrupt.
 func own(input io.Reader, output io.Writer) error {
 	signal.Notify(make(chan os.Signal, 1), os.Interrupt)
-	server, err := Start(context.Background())
+	server, err := Start(context.Background(), withRepository(os.Getenv(repositoryVariable), os.Getenv(cacheVariable)))
 	if err != nil {
 		return err
 	}

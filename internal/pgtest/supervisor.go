@@ -23,15 +23,18 @@ type order struct {
 	Prefix    string    `json:"prefix,omitempty"`    // dsn: what the names of the owner's databases begin with
 	Directory string    `json:"directory,omitempty"` // local: where the binaries are
 	Image     string    `json:"image,omitempty"`     // docker
-	Settings  []setting `json:"settings,omitempty"`  // local, docker
+	Settings  []setting `json:"settings,omitempty"`  // local, docker, embedded
+
+	Repository string `json:"repository,omitempty"` // embedded: where to download from; empty: Maven Central
+	Cache      string `json:"cache,omitempty"`      // embedded: where to keep the download; empty: nowhere
 }
 
 // reply is what a supervisor answers on its standard output: once when the server is ready or has
 // failed to start, and once more if giving everything back has failed.
 type reply struct {
 	DSN       string `json:"dsn,omitempty"`
-	Folder    string `json:"folder,omitempty"`    // local: removed at the end
-	ProcessID int    `json:"pid,omitempty"`       // local: the server's
+	Folder    string `json:"folder,omitempty"`    // local, embedded: removed at the end
+	ProcessID int    `json:"pid,omitempty"`       // local, embedded: the server's
 	Container string `json:"container,omitempty"` // docker: removed at the end
 	Failure   string `json:"failure,omitempty"`
 }
@@ -105,7 +108,7 @@ func launch(ctx context.Context, request *order) (launched, error) {
 	case SourceDocker:
 		return launchDocker(ctx, request)
 	case SourceEmbedded:
-		return launched{}, errNotImplemented
+		return launchEmbedded(ctx, request)
 	default:
 		return launched{}, fmt.Errorf("source %q %w", request.Source, errUnknownSource)
 	}
