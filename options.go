@@ -90,6 +90,24 @@ func WithoutUsageTracking() Option {
 	return func(p *Plugin) { p.settings.WithoutUsage = true }
 }
 
+// WithServerFunction lets the database decide in one round trip: [Migrate] makes functions
+// beside the agents' table, and limiter.Enforce and [Plugin.Begin] call one where they
+// would otherwise send five statements or more. The verdicts are the same, and calls of
+// both kinds are exact together, also while an application is deployed whose versions
+// differ. [Plugin.ServerFunction] tells whether it is in use.
+//
+// Several agents in one call, turns without rules and turns that are resumed are decided
+// by statements all the same. So is everything where the function is not there: Migrate is
+// an error without the right to create functions, and the limiter goes on without them.
+//
+// A call that does not admit, or has nothing to write, ends with an error in the database,
+// so that nothing is flushed to disk. It has an SQLSTATE of the class LG, stands in the
+// server's log where that logs errors, with no identity in it, and does not reach the
+// application.
+func WithServerFunction() Option {
+	return func(p *Plugin) { p.settings.ServerFunction = true }
+}
+
 // WithObserver sets who is told of every decision, in place of the default that writes
 // denials to slog.Default at Info and admissions at Debug. See [limiter.Observer]. Nil
 // tells nobody.

@@ -131,15 +131,26 @@ func (c *call) undecided() []*Decision {
 }
 
 func (c *call) run() ([]*Decision, error) {
-	if database.InTransaction(c.db) {
-		return c.joined()
+	joined := database.InTransaction(c.db)
+
+	if !joined {
+		leave, err := c.queue()
+		if err != nil {
+			return nil, err
+		}
+		defer leave()
 	}
 
-	leave, err := c.queue()
-	if err != nil {
-		return nil, err
+	if c.usesFunction() {
+		decisions, err := c.byFunction()
+		if !errors.Is(err, errBusy) {
+			return decisions, err
+		}
 	}
-	defer leave()
+
+	if joined {
+		return c.joined()
+	}
 
 	return c.alone()
 }

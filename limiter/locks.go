@@ -228,12 +228,16 @@ func (c *call) lockFields(tx *gorm.DB, exclusiveFields []field) error {
 
 	// READ UNCOMMITTED is READ COMMITTED in PostgreSQL.
 	if isolation != "read committed" && isolation != "read uncommitted" {
-		return fmt.Errorf("%w: it is %s, which counts from an old snapshot: begin it with sql.LevelReadCommitted or without options", fault.ErrIsolation, isolation)
+		return errIsolation(isolation)
 	}
 
 	c.hooks.Reach(testhook.FieldLocks)
 
 	return nil
+}
+
+func errIsolation(isolation string) error {
+	return fmt.Errorf("%w: it is %s, which counts from an old snapshot: begin it with sql.LevelReadCommitted or without options", fault.ErrIsolation, isolation)
 }
 
 // own are the identities that the call checks.

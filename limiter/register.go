@@ -110,12 +110,15 @@ func lockField(tx *gorm.DB, field field) error {
 	return err
 }
 
+// sorted returns the identities in canonical order.
+func sorted(identities []document) []document {
+	return slices.SortedFunc(slices.Values(identities), func(a, b document) int { return strings.Compare(a.text, b.text) })
+}
+
 // insertIdentities adds identities in canonical order, the order in which everybody
 // waits for an insertion that has not committed.
 func (c *call) insertIdentities(tx *gorm.DB, identities []document) error {
-	sorted := slices.SortedFunc(slices.Values(identities), func(a, b document) int { return strings.Compare(a.text, b.text) })
-
-	for _, identity := range sorted {
+	for _, identity := range sorted(identities) {
 		_, err := database.Exec(tx, clause.Expr{
 			SQL:  "INSERT INTO ? (identity) VALUES (?) ON CONFLICT (identity) DO NOTHING",
 			Vars: []any{clause.Table{Name: c.tables.Identities}, jsonb(identity.text)},

@@ -25,6 +25,7 @@ const (
 	CodeUndefinedTable        = "42P01"
 	CodeDuplicateTable        = "42P07"
 	CodeUndefinedColumn       = "42703"
+	CodeUndefinedFunction     = "42883"
 	CodeInsufficientPrivilege = "42501"
 )
 
@@ -38,9 +39,17 @@ func HasCode(err error, codes ...string) bool {
 	return slices.Contains(codes, server.Code)
 }
 
+// HasVerdict reports whether err is what one of our functions raises to end a transaction
+// without a commit. Their codes are of a class that PostgreSQL does not have.
+func HasVerdict(err error) bool {
+	server, ok := errors.AsType[*pgconn.PgError](err)
+
+	return ok && strings.HasPrefix(server.Code, "LG")
+}
+
 // Explain adds the remedy to an error that the driver reports where there is one.
 func Explain(err error) error {
-	if HasCode(err, CodeUndefinedTable, CodeUndefinedColumn) && !errors.Is(err, fault.ErrNotMigrated) {
+	if HasCode(err, CodeUndefinedTable, CodeUndefinedColumn, CodeUndefinedFunction) && !errors.Is(err, fault.ErrNotMigrated) {
 		return fmt.Errorf("%w: call legion.Migrate(db) at start-up: %w", fault.ErrNotMigrated, err)
 	}
 

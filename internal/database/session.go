@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"time"
 	"weak"
 
 	"gorm.io/gorm"
@@ -143,6 +144,16 @@ type withoutValues struct{ logger.Interface }
 
 func (l withoutValues) LogMode(level logger.LogLevel) logger.Interface {
 	return withoutValues{l.Interface.LogMode(level)}
+}
+
+// Trace leaves out the errors that are verdicts: the functions of serverfunction raise
+// them so that nothing is committed.
+func (l withoutValues) Trace(ctx context.Context, begin time.Time, statement func() (sql string, rows int64), err error) {
+	if HasVerdict(err) {
+		err = nil
+	}
+
+	l.Interface.Trace(ctx, begin, statement, err)
 }
 
 // ParamsFilter implements gorm.ParamsFilter.

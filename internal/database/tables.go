@@ -40,6 +40,9 @@ type Settings struct {
 	// WithoutUsage says that nothing records usage, so that limits on it are an error.
 	WithoutUsage bool
 
+	// ServerFunction asks for the function in the database that decides in one round trip.
+	ServerFunction bool
+
 	// Connect opens a connection that is not of the pool. Nil: as the pool's driver does,
 	// see ConnectOf.
 	Connect Connect

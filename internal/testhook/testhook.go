@@ -62,6 +62,9 @@ func From(ctx context.Context) *Hooks {
 	return none
 }
 
+// Given reports whether the hooks are those of a test.
+func (h *Hooks) Given() bool { return h != none }
+
 // Reach calls At, if there is one.
 func (h *Hooks) Reach(point Point) {
 	if h.At != nil {

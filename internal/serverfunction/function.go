@@ -1,0 +1,118 @@
+// Package serverfunction holds the server's side of an admission in one round trip: the
+// SQL of its functions, their names, and the codes that they raise.
+//
+// They are the same protocol as the limiter's own statements, and take the same locks, so
+// that both kinds of callers may work on one database at once. Whoever changes one of the
+// two changes the other: a test feeds both the same calls.
+package serverfunction
+
+import (
+	_ "embed"
+	"strings"
+
+	"github.com/legion-gorm/legion/internal/run"
+	"github.com/legion-gorm/legion/internal/usagesql"
+)
+
+// version is part of the functions' names. It is raised with any change of what they take,
+// return or do, so that two versions of this library can work on one database while an
+// application is deployed.
+const version = "v1"
+
+// The codes of what the functions raise. Those of PostgreSQL begin with other letters.
+const (
+	CodeUnchanged  = "LG000" // admitted, and there was nothing to write
+	CodeDenied     = "LG001"
+	CodeBusy       = "LG002" // an identity must be registered, and somebody is in the way
+	CodeIsolation  = "LG003"
+	CodeCannotTurn = "LG004" // the turn cannot begin, as the measurement says
+	CodeLiveRun    = "LG005" // the turn cannot begin, as was found when it was written
+)
+
+// IsOutcome reports whether the code is one of those that are a verdict and no failure.
+func IsOutcome(code string) bool {
+	return code == CodeUnchanged || code == CodeDenied || code == CodeBusy || code == CodeCannotTurn || code == CodeLiveRun
+}
+
+//go:embed measure.sql
+var measureSQL string
+
+//go:embed revoke.sql
+var revokeSQL string
+
+//go:embed decide.sql
+var decideSQL string
+
+//go:embed enforce.sql
+var enforceSQL string
+
+// mark is in the body of each function, so that Migrate knows its own.
+const mark = "Made by legion.WithServerFunction"
+
+// IsOurs reports whether the body of a function is one of this package's.
+func IsOurs(source string) bool { return strings.Contains(source, mark) }
+
+// suffixes follow the name of the agents' table in those of the functions, in the order
+// in which they are made.
+func suffixes() []string {
+	return []string{"_measure_" + version, "_revoke_" + version, "_decide_" + version, "_enforce_" + version}
+}
+
+// Names returns the functions' names for an agents' table.
+func Names(agents string) []string {
+	names := suffixes()
+	for i := range names {
+		names[i] = agents + names[i]
+	}
+
+	return names
+}
+
+// EnforceName is the name of the one that is called.
+func EnforceName(agents string) string { return Names(agents)[3] }
+
+// A Place says where the tables are. The names are quoted, and qualified with their
+// schema, since the functions' search_path has nothing but PostgreSQL's own.
+type Place struct {
+	Agents, Identities string
+
+	// Quote quotes a name of the schema that the agents' table is in.
+	Functions [4]string
+}
+
+// Create returns the SQL that makes the functions, or replaces them.
+func Create(place Place) []string {
+	const row = "agent"
+
+	measuredStart := "to_timestamp(0) + (v_measured ->> 'started_at')::bigint * interval '1 microsecond'"
+	replacer := strings.NewReplacer(
+		"{{measure}}", place.Functions[0],
+		"{{revoke}}", place.Functions[1],
+		"{{decide}}", place.Functions[2],
+		"{{enforce}}", place.Functions[3],
+		"{{agents}}", place.Agents,
+		"{{identities}}", place.Identities,
+		"{{marker}}", mark,
+		"{{live own}}", run.Live("own", "v_now"),
+		"{{live agent}}", run.Live(row, run.Now),
+		"{{measured start}}", measuredStart,
+		"{{slots}}", `count(*), count(*) FILTER (WHERE agent.lease_expires_at <= v_now),
+        `+usagesql.Saturate("sum(greatest(0, agent.reserved_tokens))")+`,
+        `+usagesql.Saturate("sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= v_now)"),
+		"{{holds slot}}", `agent.agent_id <> p_agent AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
+        AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > v_now)`,
+		"{{sums}}", usagesql.Saturate("sum("+usagesql.Count("entry", "total_tokens")+")")+`,
+        `+usagesql.Saturate("sum("+usagesql.Count("entry", "evals")+")"),
+		"{{entries}}", `CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry`,
+		"{{within}}", `agent.updated_at > v_now - v_rule.span - interval '5 minutes'
+        AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
+          THEN (entry ->> 'at')::numeric > extract(epoch FROM v_now - v_rule.span) * 1000 ELSE false END`,
+	)
+
+	created := []string{measureSQL, revokeSQL, decideSQL, enforceSQL}
+	for i := range created {
+		created[i] = strings.TrimSpace(replacer.Replace(created[i]))
+	}
+
+	return created
+}
