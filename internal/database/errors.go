@@ -26,6 +26,7 @@ const (
 	CodeDuplicateTable        = "42P07"
 	CodeUndefinedColumn       = "42703"
 	CodeInsufficientPrivilege = "42501"
+	CodeTooManyConnections    = "53300"
 )
 
 // HasCode reports whether err carries one of the SQLSTATE codes.
