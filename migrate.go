@@ -51,13 +51,14 @@ func WithConcurrentIndexes() MigrateOption {
 // [MigrateDown]; a later Migrate without the option leaves them as they are.
 //
 // A write that was rolled back or that changed nothing notifies nobody, nor does one
-// that only renews a lease.
+// that only renews a lease, or TRUNCATE.
 //
 // It is an option because PostgreSQL lets the transactions that notify commit one after
 // the other, in all databases of the server: each holds one lock while it flushes its
 // commit to disk. The writes of agents then share that pace. And a listener that holds
 // still in a long transaction keeps the server's queue of notifications from being
-// emptied; store.Watch never does.
+// emptied; store.Watch never does. A transaction that notifies cannot be PREPAREd for a
+// commit in two phases.
 //
 // It needs the right to create functions in the schema of the table, or is
 // [ErrNotMigrated]. A function of the application's that has the name of the table and

@@ -339,6 +339,45 @@ func TestMigrateWithNotifyLeavesANewerVersionAlone(t *testing.T) {
 	require.Equal(t, newer, notifying(t, db))
 }
 
+func TestMigrateWithNotifyAfterTheTableWasDropped(t *testing.T) {
+	t.Parallel()
+
+	db, _ := setup(t)
+	require.NoError(t, legion.Migrate(db, legion.WithNotify()))
+
+	for _, again := range []func() error{
+		func() error { return legion.Migrate(db, legion.WithNotify()) },
+		func() error { return legion.MigrateDown(db) },
+	} {
+		require.NoError(t, db.Exec("DROP TABLE legion_agents, legion_agents_identities").Error)
+		require.Len(t, notifying(t, db), 1, "the function is left")
+		require.NoError(t, again())
+	}
+
+	require.Empty(t, notifying(t, db))
+}
+
+func TestAnApplicationGoesOnChangingTheColumnsOfATableThatNotifies(t *testing.T) {
+	t.Parallel()
+
+	db, _ := setup(t)
+	require.NoError(t, legion.Migrate(db, legion.WithNotify()))
+	require.NoError(t, db.Exec("INSERT INTO legion_agents (agent_id) VALUES ('a')").Error)
+
+	watcher := watch(t, db)
+
+	for _, change := range []string{
+		"ALTER TABLE legion_agents ADD COLUMN title int, ADD COLUMN other json",
+		"ALTER TABLE legion_agents ALTER COLUMN title TYPE text",
+		"ALTER TABLE legion_agents DROP COLUMN other",
+	} {
+		require.Empty(t, watcher.of(t, func() error { return db.Exec(change).Error }), change)
+		require.Equal(t, []string{"a"}, watcher.of(t, func() error {
+			return db.Exec("UPDATE legion_agents SET title = coalesce(title::text, '0')::int + 1 WHERE agent_id = 'a'").Error
+		}), change)
+	}
+}
+
 func TestMigrateKeepsAFunctionOfTheApplications(t *testing.T) {
 	t.Parallel()
 
@@ -421,17 +460,17 @@ func TestTablesOfOneDatabaseDoNotHearEachOther(t *testing.T) {
 	t.Parallel()
 
 	base, _ := setup(t)
-	require.NoError(t, base.Exec(`CREATE SCHEMA audit; CREATE SCHEMA "a.b"; CREATE SCHEMA a`).Error)
+	require.NoError(t, base.Exec(`CREATE SCHEMA audit; CREATE SCHEMA "Audit"`).Error)
 
 	tables := []string{
-		"legion_agents", "audit.legion_agents", "order", `we"ird\`, "my agents? $1 @all", "Audit.äö'ü", strings.Repeat("a", 52),
+		"legion_agents", "audit.legion_agents", "order", `back\slash`, `we"ird\`, "my agents? $1 @all", "Audit.äö'ü", strings.Repeat("a", 52),
 	}
-	require.NoError(t, base.Exec(`CREATE SCHEMA "Audit"`).Error)
-
 	watchers := make(map[string]*watcher)
 
-	for _, table := range tables {
-		db := pgtest.OpenDSN(t, pgtest.DSN(base), pgtest.MaxOpenConnections(2))
+	for i, table := range tables {
+		// A backslash in a literal means what this setting says.
+		dsn := pgtest.WithParameter(pgtest.DSN(base), "standard_conforming_strings", []string{"on", "off"}[i%2])
+		db := pgtest.OpenDSN(t, dsn, pgtest.MaxOpenConnections(2))
 		require.NoError(t, db.Use(legion.New(legion.WithTable(table), legion.WithMigrate(legion.WithNotify()))))
 		watchers[table] = watch(t, db)
 	}

@@ -209,7 +209,7 @@ func ExampleStore_Watch() {
 	db, closeDB := openDatabase()
 	defer closeDB()
 
-	// legion.Migrate(db, legion.WithNotify())
+	// An application calls legion.Migrate with legion.WithNotify().
 	if err := notify(db); err != nil {
 		panic(err)
 	}

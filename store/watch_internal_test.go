@@ -451,13 +451,13 @@ func startProxy(t *testing.T, server string) *proxy {
 }
 
 func (p *proxy) serve(client net.Conn) {
-	defer client.Close()
+	defer func() { _ = client.Close() }()
 
 	server, err := new(net.Dialer).DialContext(context.Background(), "tcp", p.server)
 	if err != nil {
 		return
 	}
-	defer server.Close()
+	defer func() { _ = server.Close() }()
 
 	p.mutex.Lock()
 	p.dialled++

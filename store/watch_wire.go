@@ -118,7 +118,7 @@ func (w *wire) ask(statement string) (rows [][]string, err error) {
 
 // receive returns the next message, which is valid until the one after it, or an error
 // when there is none within the time.
-func (w *wire) receive(within time.Duration) (pgproto3.BackendMessage, error) {
+func (w *wire) receive(within time.Duration) (pgproto3.BackendMessage, error) { //nolint:ireturn // what pgx's messages have in common
 	if err := w.limit(within); err != nil {
 		return nil, err
 	}
