@@ -148,6 +148,7 @@ func TestEachWriteOfAnAgentIsToldAndNothingElse(t *testing.T) {
 	run := func(statement string) func(*testing.T, *gorm.DB) error {
 		return func(_ *testing.T, db *gorm.DB) error { return db.Exec(statement).Error }
 	}
+	renewed := "UPDATE legion_agents SET lease_expires_at = clock_timestamp(), "
 	nothing := func(*testing.T, *gorm.DB) error { return nil }
 	insert := run("INSERT INTO legion_agents (agent_id) VALUES ('a')")
 
@@ -178,6 +179,11 @@ func TestEachWriteOfAnAgentIsToldAndNothingElse(t *testing.T) {
 		"it is written as it is":                {enforce(running), run("UPDATE legion_agents SET agent_type = agent_type, usage = usage"), ""},
 		"a column of the application's":         {insert, run("UPDATE legion_agents SET application_column = '{}'"), "a"},
 		"its ID is changed":                     {insert, run("UPDATE legion_agents SET agent_id = 'b'"), "a b"},
+		"its lease and its run":                 {enforce(running), run(renewed + "run_id = 'run'"), "a"},
+		"its lease and its reservation":         {enforce(running), run(renewed + "reserved_tokens = 1"), "a"},
+		"its lease and its deletion":            {enforce(running), run(renewed + "deleted_at = now()"), "a"},
+		"its lease and its time":                {enforce(running), run(renewed + "updated_at = now()"), "a"},
+		"its lease and its status":              {enforce(running), run(renewed + "status = 'idle'"), "a"},
 		"it is denied": {insert, func(t *testing.T, db *gorm.DB) error {
 			t.Helper()
 			require.ErrorIs(t, limiter.Enforce(db, "a", limiter.Rule{

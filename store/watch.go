@@ -32,10 +32,9 @@ const (
 	// watchAnswer bounds the wait for each answer of the server, and for a connection.
 	watchAnswer = 10 * time.Second
 
-	// watchFirstPause is doubled with every attempt to connect again, up to watchLastPause.
-	// What is waited is a random part of it, of at least a half.
-	watchFirstPause = 50 * time.Millisecond
-	watchLastPause  = 30 * time.Second
+	// watchFirstWait and watchLastWait are the bounds of the wait before connecting again.
+	watchFirstWait = 50 * time.Millisecond
+	watchLastWait  = 30 * time.Second
 
 	// watchPending is how many agents may wait for the reader: with the longest IDs, 2 MiB.
 	watchPending = 4096
@@ -91,8 +90,8 @@ func (s *Store[T]) watch() *watch {
 		err:       s.err,
 		idle:      watchIdle,
 		answer:    watchAnswer,
-		firstWait: watchFirstPause,
-		lastWait:  watchLastPause,
+		firstWait: watchFirstWait,
+		lastWait:  watchLastWait,
 		pending:   watchPending,
 	}
 

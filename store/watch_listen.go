@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -27,7 +26,7 @@ func (w *watch) listen(ctx context.Context, waiting *backlog) error {
 		heard   bool
 	)
 
-	pause := w.firstWait
+	backoff := newBackoff(w.firstWait, w.lastWait)
 
 	for {
 		var since time.Time
@@ -39,14 +38,11 @@ func (w *watch) listen(ctx context.Context, waiting *backlog) error {
 			return context.Cause(ctx)
 		case isFinal(err, heard):
 			return err
+		case !since.IsZero():
+			backoff.held(time.Since(since))
 		}
 
-		// One that breaks again at once is no reason to hurry.
-		if !since.IsZero() && time.Since(since) > pause {
-			pause = w.firstWait
-		}
-
-		wait := pause/2 + rand.N(pause/2)
+		wait := backoff.wait()
 		slog.WarnContext(ctx, "legion: the watch has no connection and connects again", "error", err, "wait", wait)
 
 		select {
@@ -54,8 +50,6 @@ func (w *watch) listen(ctx context.Context, waiting *backlog) error {
 			return context.Cause(ctx)
 		case <-time.After(wait):
 		}
-
-		pause = min(2*pause, w.lastWait)
 	}
 }
 
