@@ -24,6 +24,7 @@ import (
 const (
 	childVariable             = "LEGION_TEST_MIGRATE_CHILD"
 	childConcurrentlyVariable = "LEGION_TEST_MIGRATE_CHILD_CONCURRENTLY"
+	childNotifyVariable       = "LEGION_TEST_MIGRATE_CHILD_NOTIFY"
 )
 
 func TestMain(m *testing.M) {
@@ -67,6 +68,10 @@ func migrateInChild(dsn string) error {
 	var options []legion.MigrateOption
 	if os.Getenv(childConcurrentlyVariable) != "" {
 		options = append(options, legion.WithConcurrentIndexes())
+	}
+
+	if os.Getenv(childNotifyVariable) != "" {
+		options = append(options, legion.WithNotify())
 	}
 
 	return legion.Migrate(db, options...)

@@ -26,9 +26,7 @@ func Models() []any {
 // A MigrateOption changes what [Migrate] does.
 type MigrateOption func(*migrateOptions)
 
-type migrateOptions struct {
-	concurrentIndexes bool
-}
+type migrateOptions = migration.Options
 
 // WithConcurrentIndexes lets an application go on writing to a large table while its
 // indexes are built: with CREATE INDEX CONCURRENTLY, after the transaction that makes
@@ -44,7 +42,29 @@ type migrateOptions struct {
 //
 // Processes that call Migrate meanwhile wait until the indexes are there.
 func WithConcurrentIndexes() MigrateOption {
-	return func(options *migrateOptions) { options.concurrentIndexes = true }
+	return func(options *migrateOptions) { options.Concurrently = true }
+}
+
+// WithNotify makes changes of agents known to store.Watch: Migrate then also makes
+// triggers on the agents' table that NOTIFY the ID of each agent that was inserted,
+// changed or deleted, and their function, in the table's schema. They are there until
+// [MigrateDown]; a later Migrate without the option leaves them as they are.
+//
+// A write that was rolled back or that changed nothing notifies nobody, nor does one
+// that only renews a lease, or TRUNCATE.
+//
+// It is an option because PostgreSQL lets the transactions that notify commit one after
+// the other, in all databases of the server: each holds one lock while it flushes its
+// commit to disk. The writes of agents then share that pace. And a listener that holds
+// still in a long transaction keeps the server's queue of notifications from being
+// emptied; store.Watch never does. A transaction that notifies cannot be PREPAREd for a
+// commit in two phases.
+//
+// It needs the right to create functions in the schema of the table, or is
+// [ErrNotMigrated]. A function of the application's that has the name of the table and
+// _notify is an error, and stays.
+func WithNotify() MigrateOption {
+	return func(options *migrateOptions) { options.Notify = true }
 }
 
 // Migrate makes the tables of the agents and of the registry, or adds what an older
@@ -75,16 +95,11 @@ func Migrate(db *gorm.DB, options ...MigrateOption) error {
 		return err
 	}
 
-	var chosen migrateOptions
-	for _, option := range options {
-		option(&chosen)
-	}
-
-	return migration.Up(session, settings, chosen.concurrentIndexes)
+	return migration.Up(session, settings, choose(options))
 }
 
 // MigrateDown drops both tables, and with them every agent, its usage and its saved
-// state. Where they are missing it does nothing. Objects of the application that depend on
+// state, and what [WithNotify] has made. Where they are missing it does nothing. Objects of the application that depend on
 // them, such as views and foreign keys, are an error and stay.
 //
 // It takes the same lock as [Migrate], and joins a transaction that db is in.
@@ -101,8 +116,12 @@ func MigrateDown(db *gorm.DB) error {
 // schema in files, such as goose or Atlas. Each statement ends with a semicolon. A
 // schema that the table's name is qualified with must be created before.
 //
+// With [WithNotify] it has the triggers and their function too. The function has
+// semicolons inside, so a goose file needs it between -- +goose StatementBegin and
+// -- +goose StatementEnd. [WithConcurrentIndexes] changes nothing here.
+//
 // It uses the dialect, the NamingStrategy and the plugin of db, and runs nothing.
-func DDL(db *gorm.DB) ([]string, error) {
+func DDL(db *gorm.DB, options ...MigrateOption) ([]string, error) {
 	session, settings, err := open(db)
 	if err != nil {
 		return nil, err
@@ -121,12 +140,26 @@ func DDL(db *gorm.DB) ([]string, error) {
 			return nil, err
 		}
 
-		for _, statement := range statements {
-			ddl = append(ddl, statement+";")
-		}
+		ddl = append(ddl, statements...)
+	}
+
+	if choose(options).Notify {
+		ddl = append(ddl, tables[0].Notify()...)
+	}
+
+	for i := range ddl {
+		ddl[i] += ";"
 	}
 
 	return ddl, nil
+}
+
+func choose(options []MigrateOption) (chosen migrateOptions) {
+	for _, option := range options {
+		option(&chosen)
+	}
+
+	return chosen
 }
 
 func open(db *gorm.DB) (*gorm.DB, database.Settings, error) {

@@ -137,7 +137,7 @@ func TestMigrateByTenProcessesAtOnce(t *testing.T) {
 	}
 }
 
-func migrateInProcesses(t *testing.T, dsn string, processes int, concurrently bool) {
+func migrateInProcesses(t *testing.T, dsn string, processes int, concurrently bool, environment ...string) {
 	t.Helper()
 
 	type child struct {
@@ -149,7 +149,7 @@ func migrateInProcesses(t *testing.T, dsn string, processes int, concurrently bo
 	children := make([]child, processes)
 	for i := range children {
 		command := exec.CommandContext(t.Context(), os.Args[0])
-		command.Env = append(os.Environ(), childVariable+"="+dsn)
+		command.Env = append(append(os.Environ(), environment...), childVariable+"="+dsn)
 
 		if concurrently {
 			command.Env = append(command.Env, childConcurrentlyVariable+"=1")

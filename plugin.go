@@ -108,12 +108,7 @@ func (p *Plugin) Initialize(db *gorm.DB) error {
 	}
 
 	if p.migrates {
-		var chosen migrateOptions
-		for _, option := range p.migrateOptions {
-			option(&chosen)
-		}
-
-		if err := migration.Up(session, p.settings.WithDefaults(), chosen.concurrentIndexes); err != nil {
+		if err := migration.Up(session, p.settings.WithDefaults(), choose(p.migrateOptions)); err != nil {
 			return err
 		}
 	}

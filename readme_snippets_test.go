@@ -76,6 +76,21 @@ func readmeRecord(ctx context.Context, db *gorm.DB, agentID, requestID string) e
 	return limiter.Release(db.WithContext(ctx), agentID)
 }
 
+func readmeWatch(ctx context.Context, db *gorm.DB, reload func(), refresh func(agentID string)) error {
+	for event, err := range store.For[models.LegionAgent](db).Watch(ctx) {
+		switch {
+		case err != nil:
+			return err // ctx has ended, or there is nothing to watch
+		case event.Missed:
+			reload() // first of all, and after a lost connection: read again what you keep
+		default:
+			refresh(event.AgentID) // what it is now, store.Get says
+		}
+	}
+
+	return nil
+}
+
 type Chat struct {
 	ID     string `gorm:"primaryKey"`
 	Tenant string
@@ -130,6 +145,30 @@ func TestTheReadmeDoesWhatItSays(t *testing.T) {
 	require.NoError(t, db.Model(&Job{}).Count(&jobs).Error)
 	require.EqualValues(t, 10, chats)
 	require.EqualValues(t, 10, jobs)
+}
+
+func TestTheReadmesWatchWorks(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Open(t)
+	require.NoError(t, legion.Migrate(db, legion.WithNotify()))
+
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+
+	var refreshed []string
+
+	err := readmeWatch(ctx, db,
+		func() {
+			require.NoError(t, store.For[models.LegionAgent](db).Save(ctx, store.Patch{AgentID: "a"}))
+		},
+		func(agentID string) {
+			refreshed = append(refreshed, agentID)
+
+			cancel()
+		})
+	require.ErrorIs(t, err, context.Canceled)
+	require.Equal(t, []string{"a"}, refreshed)
 }
 
 func TestTheReadmesOwnModelWorks(t *testing.T) {

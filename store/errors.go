@@ -21,7 +21,7 @@ var (
 	ErrInvalidUsage = fault.ErrInvalidUsage
 
 	// ErrInvalidArgument is a limit, a [Patch] or a time that the method cannot work
-	// with. The text names the field and the remedy. Nothing was written.
+	// with, or for Watch a store of a transaction. The text names the field and the remedy. Nothing was written.
 	ErrInvalidArgument = errors.New("legion: invalid argument")
 
 	// ErrInvalidConfig is a *gorm.DB or an agent model that cannot be worked with: a
@@ -33,8 +33,8 @@ var (
 	// cannot make it idle. End the turn instead.
 	ErrAgentRunning = fault.ErrAgentRunning
 
-	// ErrNotMigrated is a database without our tables or columns. Call
-	// legion.Migrate.
+	// ErrNotMigrated is a database without our tables or columns, or for Watch without
+	// the triggers of legion.WithNotify. Call legion.Migrate.
 	ErrNotMigrated = fault.ErrNotMigrated
 
 	// ErrNoConnection is a pool that had no connection within the connection timeout.

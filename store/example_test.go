@@ -205,6 +205,45 @@ func ExampleStore_Prune() {
 	// {Agents:0 UsageEntries:1 Identities:0} <nil>
 }
 
+func ExampleStore_Watch() {
+	db, closeDB := openDatabase()
+	defer closeDB()
+
+	// An application calls legion.Migrate with legion.WithNotify().
+	if err := notify(db); err != nil {
+		panic(err)
+	}
+
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+
+	agents := store.For[models.LegionAgent](db)
+
+	for event, err := range agents.Watch(ctx) {
+		switch {
+		case err != nil:
+			fmt.Println(err)
+		case event.Missed:
+			// From here on every change is told. Read now what is kept.
+			list, err := agents.List(ctx, 100)
+			fmt.Println("agents:", len(list), err)
+
+			if err := agents.Save(ctx, store.Patch{AgentID: "chat-1", ConversationState: []byte("turn 1")}); err != nil {
+				panic(err)
+			}
+		default:
+			agent, err := agents.Get(ctx, event.AgentID)
+			fmt.Printf("%s: %s %v\n", event.AgentID, agent.ConversationState, err)
+
+			return // leaving the loop ends the watch
+		}
+	}
+
+	// Output:
+	// agents: 0 <nil>
+	// chat-1: turn 1 <nil>
+}
+
 // openDatabase returns a migrated database, and a function that drops it.
 func openDatabase() (db *gorm.DB, drop func()) {
 	db, drop = pgtest.OpenForExample()

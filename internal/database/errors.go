@@ -27,6 +27,7 @@ const (
 	CodeUndefinedColumn       = "42703"
 	CodeUndefinedFunction     = "42883"
 	CodeInsufficientPrivilege = "42501"
+	CodeTooManyConnections    = "53300"
 )
 
 // HasCode reports whether err carries one of the SQLSTATE codes.

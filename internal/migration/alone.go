@@ -42,7 +42,7 @@ func buildAlone(db *gorm.DB, settings database.Settings, tables []*Table) (err e
 		return err
 	}
 
-	pending, err := compare(session, tables, true)
+	pending, err := compare(session, tables, Options{Concurrently: true})
 	if err != nil {
 		return err
 	}
@@ -53,7 +53,7 @@ func buildAlone(db *gorm.DB, settings database.Settings, tables []*Table) (err e
 		}
 	}
 
-	left, err := compare(session, tables, true)
+	left, err := compare(session, tables, Options{Concurrently: true})
 	if err != nil {
 		return err
 	}

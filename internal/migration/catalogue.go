@@ -15,6 +15,11 @@ type found struct {
 	columns     map[string]column
 	constraints map[string]bool // by name: validated
 	indexes     map[string]bool // by name: valid
+
+	// triggers are those that are not switched off, function is the source of the one that
+	// they call.
+	triggers map[string]bool
+	function string
 }
 
 type column struct {
@@ -23,7 +28,7 @@ type column struct {
 	hasDefault bool
 }
 
-// readCatalogue describes both tables in one statement, which locks nothing but the
+// readCatalogue describes both tables, and the function that notifies, in one statement, which locks nothing but the
 // catalogue: a transaction that reads or writes the tables does not hold it up.
 //
 // A name without a schema is looked for in the current schema only, where CREATE
@@ -31,14 +36,17 @@ type column struct {
 // tenant in front of a shared one, each gets tables of its own. AutoMigrate does the
 // same. parse_ident reads the name as GORM wrote it.
 const readCatalogue = `WITH wanted (number, name) AS (
-	VALUES (0, parse_ident(?::text)), (1, parse_ident(?::text))
-), tables AS (
-	SELECT wanted.number, class.oid
+	VALUES (0, parse_ident(?::text)), (1, parse_ident(?::text)), (2, parse_ident(?::text))
+), places AS (
+	SELECT wanted.number, namespace.oid AS namespace, wanted.name[cardinality(wanted.name)] AS name
 	FROM wanted
 	JOIN pg_catalog.pg_namespace AS namespace ON namespace.nspname =
 		CASE WHEN cardinality(wanted.name) > 1 THEN wanted.name[cardinality(wanted.name) - 1] ELSE current_schema() END
-	JOIN pg_catalog.pg_class AS class ON class.relnamespace = namespace.oid
-		AND class.relname = wanted.name[cardinality(wanted.name)] AND class.relkind IN ('r', 'p')
+), tables AS (
+	SELECT places.number, class.oid
+	FROM places JOIN pg_catalog.pg_class AS class ON class.relnamespace = places.namespace
+		AND class.relname = places.name AND class.relkind IN ('r', 'p')
+	WHERE places.number < 2
 )
 SELECT number, 'table' AS kind, '' AS name, '' AS data_type, false AS first, false AS second
 FROM tables
@@ -52,15 +60,23 @@ SELECT number, 'constraint', conname::text, '', convalidated, false
 FROM tables JOIN pg_catalog.pg_constraint ON conrelid = tables.oid
 UNION ALL
 SELECT number, 'index', class.relname::text, '', indisvalid, false
-FROM tables JOIN pg_catalog.pg_index ON indrelid = tables.oid JOIN pg_catalog.pg_class AS class ON class.oid = indexrelid`
+FROM tables JOIN pg_catalog.pg_index ON indrelid = tables.oid JOIN pg_catalog.pg_class AS class ON class.oid = indexrelid
+UNION ALL
+SELECT number, 'trigger', tgname::text, '', tgenabled <> 'D', false
+FROM tables JOIN pg_catalog.pg_trigger ON tgrelid = tables.oid
+WHERE NOT tgisinternal
+UNION ALL
+SELECT 0, 'function', prosrc, '', false, false
+FROM places JOIN pg_catalog.pg_proc ON pronamespace = places.namespace AND proname = places.name AND pronargs = 0
+WHERE places.number = 2`
 
 func read(tx *gorm.DB, tables []*Table) ([]found, error) {
 	state := make([]found, len(tables))
 	for i := range state {
-		state[i] = found{columns: map[string]column{}, constraints: map[string]bool{}, indexes: map[string]bool{}}
+		state[i] = found{columns: map[string]column{}, constraints: map[string]bool{}, indexes: map[string]bool{}, triggers: map[string]bool{}}
 	}
 
-	query := clause.Expr{SQL: readCatalogue, Vars: []any{tables[0].quoted, tables[1].quoted}, WithoutParentheses: true}
+	query := clause.Expr{SQL: readCatalogue, Vars: []any{tables[0].quoted, tables[1].quoted, tables[0].notifyFunction()}, WithoutParentheses: true}
 	err := database.Query(tx, query, func(rows *sql.Rows) error {
 		var (
 			number               int
@@ -80,6 +96,10 @@ func read(tx *gorm.DB, tables []*Table) ([]found, error) {
 			state[number].constraints[name] = first
 		case "index":
 			state[number].indexes[name] = first
+		case "trigger":
+			state[number].triggers[name] = first
+		case "function":
+			state[number].function = name
 		}
 
 		return nil

@@ -31,13 +31,13 @@ func TestTheWaitForTheLockIsBoundedInACallersTransaction(t *testing.T) {
 	t.Cleanup(func() { holder.Rollback() })
 	require.NoError(t, lockTransaction(holder))
 
-	err := db.Transaction(func(tx *gorm.DB) error { return up(tx, settings, false, 10*time.Millisecond) })
+	err := db.Transaction(func(tx *gorm.DB) error { return up(tx, settings, Options{}, 10*time.Millisecond) })
 	require.ErrorIs(t, err, fault.ErrContention)
 	require.True(t, database.Retryable(err))
 	require.ErrorContains(t, err, "for 10ms: call Migrate outside a transaction")
 
 	require.NoError(t, holder.Rollback().Error)
-	require.NoError(t, Up(db, settings, false))
+	require.NoError(t, Up(db, settings, Options{}))
 }
 
 func TestABuildGivesUpOnAPoolThatIsUsedUp(t *testing.T) {

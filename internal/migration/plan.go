@@ -32,9 +32,9 @@ func (p *plan) first() string {
 	return p.alone[0]
 }
 
-// compare plans what is missing. With concurrently, the indexes of a table that
+// compare plans what is missing. With options.Concurrently, the indexes of a table that
 // exists are built, and its constraints validated, alone.
-func compare(tx *gorm.DB, tables []*Table, concurrently bool) (*plan, error) {
+func compare(tx *gorm.DB, tables []*Table, options Options) (*plan, error) {
 	state, err := read(tx, tables)
 	if err != nil {
 		return nil, err
@@ -54,9 +54,13 @@ func compare(tx *gorm.DB, tables []*Table, concurrently bool) (*plan, error) {
 			continue
 		}
 
-		if err := result.upgrade(table, &state[i], concurrently); err != nil {
+		if err := result.upgrade(table, &state[i], options.Concurrently); err != nil {
 			return nil, err
 		}
+	}
+
+	if options.Notify {
+		result.upgradeNotify(tables[0], &state[0])
 	}
 
 	return result, nil

@@ -10,16 +10,26 @@ import (
 
 	"github.com/legion-gorm/legion/internal/database"
 	"github.com/legion-gorm/legion/internal/fault"
+	"github.com/legion-gorm/legion/internal/notify"
 )
 
-// Up makes the tables what their models declare. With concurrently it leaves what
-// scans a table that exists to a second step, outside the transaction.
-func Up(db *gorm.DB, settings database.Settings, concurrently bool) error {
-	return up(db, settings, concurrently, joinedWait)
+// Options are what a caller of [Up] may choose.
+type Options struct {
+	// Concurrently leaves what scans a table that exists to a second step, outside the
+	// transaction.
+	Concurrently bool
+
+	// Notify makes the triggers that tell changes of agents.
+	Notify bool
 }
 
-func up(db *gorm.DB, settings database.Settings, concurrently bool, wait time.Duration) error {
-	if concurrently && database.InTransaction(db) {
+// Up makes the tables what their models declare.
+func Up(db *gorm.DB, settings database.Settings, options Options) error {
+	return up(db, settings, options, joinedWait)
+}
+
+func up(db *gorm.DB, settings database.Settings, options Options, wait time.Duration) error {
+	if options.Concurrently && database.InTransaction(db) {
 		return fmt.Errorf("%w: indexes cannot be built concurrently inside a transaction: call Migrate outside of it", fault.ErrInvalidConfig)
 	}
 
@@ -31,13 +41,13 @@ func up(db *gorm.DB, settings database.Settings, concurrently bool, wait time.Du
 	var pending *plan
 
 	check := func(tx *gorm.DB) (_ bool, err error) {
-		pending, err = compare(tx, tables, concurrently)
+		pending, err = compare(tx, tables, options)
 
 		return err == nil && len(pending.together) > 0, err
 	}
 
 	err = locked(db, settings, wait, check, func(tx *gorm.DB) (err error) {
-		pending, err = change(tx, tables, concurrently)
+		pending, err = change(tx, tables, options)
 
 		return err
 	})
@@ -49,8 +59,8 @@ func up(db *gorm.DB, settings database.Settings, concurrently bool, wait time.Du
 }
 
 // change runs what belongs together, under the lock, and returns what is left.
-func change(tx *gorm.DB, tables []*Table, concurrently bool) (*plan, error) {
-	pending, err := compare(tx, tables, concurrently)
+func change(tx *gorm.DB, tables []*Table, options Options) (*plan, error) {
+	pending, err := compare(tx, tables, options)
 	if err != nil {
 		return nil, err
 	}
@@ -61,7 +71,7 @@ func change(tx *gorm.DB, tables []*Table, concurrently bool) (*plan, error) {
 		}
 	}
 
-	left, err := compare(tx, tables, concurrently)
+	left, err := compare(tx, tables, options)
 	if err != nil {
 		return nil, err
 	}
@@ -79,7 +89,7 @@ func notConverged(left *plan) error {
 	return fmt.Errorf("%w: the schema is not what it should be after it was changed, this is left to do: %s", fault.ErrNotMigrated, left.first())
 }
 
-// Down drops the tables.
+// Down drops the tables, and the function of their triggers.
 func Down(db *gorm.DB, settings database.Settings) error {
 	tables, err := TablesOf(db, settings)
 	if err != nil {
@@ -89,12 +99,22 @@ func Down(db *gorm.DB, settings database.Settings) error {
 	check := func(tx *gorm.DB) (bool, error) {
 		state, err := read(tx, tables)
 
-		return err == nil && (state[0].exists || state[1].exists), err
+		return err == nil && (state[0].exists || state[1].exists || notify.IsOurs(state[0].function)), err
 	}
 
 	err = locked(db, settings, joinedWait, check, func(tx *gorm.DB) error {
+		state, err := read(tx, tables)
+		if err != nil {
+			return err
+		}
+
 		// The registry first, as an admission locks them in that order.
-		return run(tx, "DROP TABLE IF EXISTS "+tables[1].quoted+", "+tables[0].quoted)
+		err = run(tx, "DROP TABLE IF EXISTS "+tables[1].quoted+", "+tables[0].quoted)
+		if err == nil && notify.IsOurs(state[0].function) {
+			err = run(tx, "DROP FUNCTION "+tables[0].notifyFunction()+"()")
+		}
+
+		return err
 	})
 
 	return explain(err)
@@ -111,7 +131,7 @@ func explain(err error) error {
 		return nil
 	case database.HasCode(err, database.CodeInsufficientPrivilege):
 		return fmt.Errorf("%w: the role may not change the schema: call legion.Migrate once as the owner of the schema and its tables, "+
-			"or let the owner run the SQL of legion.DDL: %w", fault.ErrNotMigrated, err)
+			"or let the owner run the SQL of legion.DDL, with the same options: %w", fault.ErrNotMigrated, err)
 	case database.HasCode(err, codeInvalidSchemaName):
 		return fmt.Errorf("%w: the schema that the tables belong in is missing: create it first: %w", fault.ErrNotMigrated, err)
 	case database.HasCode(err, codeDependentObjects):
