@@ -1,6 +1,7 @@
 package legion
 
 import (
+	"context"
 	"errors"
 	"fmt"
 
@@ -10,6 +11,7 @@ import (
 	"github.com/legion-gorm/legion/internal/database"
 	"github.com/legion-gorm/legion/internal/fault"
 	"github.com/legion-gorm/legion/internal/migration"
+	"github.com/legion-gorm/legion/internal/serverfunction"
 	"github.com/legion-gorm/legion/limiter"
 	"github.com/legion-gorm/legion/models"
 	"github.com/legion-gorm/legion/store"
@@ -80,6 +82,28 @@ func From(db *gorm.DB) (*Plugin, bool) {
 
 // Name implements gorm.Plugin. It is [Name].
 func (p *Plugin) Name() string { return Name }
+
+// ServerFunction reports whether the database has the function of [WithServerFunction],
+// and this plugin is to use it. Without the function, or without the option, the limiter
+// decides by statements of its own.
+//
+// Errors: [ErrInvalidConfig] before db.Use; [ErrNoConnection]; the database's.
+func (p *Plugin) ServerFunction(ctx context.Context) (inUse bool, err error) {
+	switch {
+	case p.db == nil:
+		return false, errNoDatabase
+	case !p.settings.ServerFunction:
+		return false, nil
+	}
+
+	err = p.atDatabase(ctx, func(tx *gorm.DB) (err error) {
+		inUse, err = serverfunction.IsThere(tx, p.tables.Agents)
+
+		return err
+	})
+
+	return inUse, err
+}
 
 // Initialize implements gorm.Plugin: db.Use calls it. It checks the options and the agent
 // model, runs [Migrate] if [WithMigrate] asks for it, and registers the create callbacks.

@@ -286,7 +286,23 @@ func (c *call) concluded(tx *gorm.DB, request *request, answer *functionAnswer, 
 	}
 
 	c.denied = request
-	denial.RetryAfter = c.retryAfter(tx, request, denial)
+
+	forecast := func() { denial.RetryAfter = c.retryAfter(tx, request, denial) }
+
+	if !database.InTransaction(c.db) {
+		forecast()
+
+		return nil, denial
+	}
+
+	// A denial leaves no lock behind in the caller's transaction, nor a failed statement.
+	if err := database.InSavepoint(c.db, func(*database.Savepoint) error {
+		forecast()
+
+		return database.ErrRollback
+	}); !errors.Is(err, database.ErrRollback) {
+		return nil, err
+	}
 
 	return nil, denial
 }
@@ -316,12 +332,10 @@ func (c *call) functionIsThere() bool {
 
 	found := functionState{asked: time.Now()}
 
-	look := func(tx *gorm.DB) error {
-		name := tx.Statement.Quote(serverfunction.EnforceName(c.tables.Agents)) + "(jsonb)"
+	look := func(tx *gorm.DB) (err error) {
+		found.there, err = serverfunction.IsThere(tx, c.tables.Agents)
 
-		return database.Query(tx, expression("SELECT to_regprocedure(?) IS NOT NULL", name), func(rows *sql.Rows) error {
-			return rows.Scan(&found.there)
-		})
+		return err
 	}
 
 	// What is in the way of asking is in the way of the call, which will say so.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql"
 	"encoding/json"
+	"os"
 	"testing"
 	"time"
 
@@ -12,6 +13,7 @@ import (
 	"gorm.io/gorm"
 
 	"github.com/legion-gorm/legion/internal/database"
+	"github.com/legion-gorm/legion/internal/migration"
 	"github.com/legion-gorm/legion/internal/pgtest"
 	"github.com/legion-gorm/legion/limiter"
 	"github.com/legion-gorm/legion/models"
@@ -34,7 +36,28 @@ func setup(t *testing.T, options ...gorm.Option) *gorm.DB {
 	db := pgtest.Open(t, options...)
 	require.NoError(t, db.AutoMigrate(&models.LegionAgent{}, &models.LegionIdentity{}))
 
+	if os.Getenv(functionVariable) != "" {
+		useFunction(t, db, plugin{})
+	}
+
 	return db
+}
+
+// functionVariable makes the tests that call setup decide by the server's function. They
+// are the conformance suite of both ways: make test-function runs them so.
+const functionVariable = "LEGION_TEST_SERVER_FUNCTION"
+
+// useFunction makes the function, and has db use it with a plugin in place of the one that
+// it may have.
+func useFunction(t *testing.T, db *gorm.DB, plugin plugin) {
+	t.Helper()
+
+	plugin.settings.ServerFunction = true
+	session, err := database.Session(db)
+	require.NoError(t, err)
+	require.NoError(t, migration.Up(session, plugin.settings.WithDefaults(), migration.Options{}))
+
+	db.Plugins[plugin.Name()] = plugin
 }
 
 // withPrepareStmt switches on GORM's cache of prepared statements. The goroutine that
@@ -280,7 +303,12 @@ func setupWith(t *testing.T, plugin plugin, options ...gorm.Option) *gorm.DB {
 	t.Helper()
 
 	db := setup(t, options...)
-	require.NoError(t, db.Use(plugin))
+
+	if _, used := db.Plugins[plugin.Name()]; used {
+		useFunction(t, db, plugin)
+	} else {
+		require.NoError(t, db.Use(plugin))
+	}
 
 	return db
 }

@@ -64,6 +64,8 @@ func configOf(db *gorm.DB, timeout time.Duration) (config *pgx.ConnConfig, err e
 		}
 
 		config = wrapped.Conn().Config()
+		// These are the pool's, and would be told of the new connection's.
+		config.OnNotice, config.OnNotification = nil, nil
 
 		return nil
 	})

@@ -2,6 +2,7 @@ package migration
 
 import (
 	"database/sql"
+	"encoding/json"
 
 	"gorm.io/gorm"
 	"gorm.io/gorm/clause"
@@ -16,10 +17,17 @@ type found struct {
 	constraints map[string]bool // by name: validated
 	indexes     map[string]bool // by name: valid
 
-	// triggers are those that are not switched off, function is the source of the one that
-	// they call.
+	// triggers are those that are not switched off.
 	triggers map[string]bool
-	function string
+
+	// fillfactor says that the table has one of its own.
+	fillfactor bool
+
+	// schema and name are where the table is or would be made.
+	schema, name string
+
+	// functions are the bodies of the functions beside the agents' table, by their names.
+	functions map[string]string
 }
 
 type column struct {
@@ -28,15 +36,15 @@ type column struct {
 	hasDefault bool
 }
 
-// readCatalogue describes both tables, and the function that notifies, in one statement, which locks nothing but the
-// catalogue: a transaction that reads or writes the tables does not hold it up.
+// readCatalogue describes both tables, and the functions beside them, in one statement,
+// which locks nothing but the catalogue: a transaction that reads or writes the tables does not hold it up.
 //
 // A name without a schema is looked for in the current schema only, where CREATE
 // TABLE would put it, and not along the search path: with one schema for each
 // tenant in front of a shared one, each gets tables of its own. AutoMigrate does the
 // same. parse_ident reads the name as GORM wrote it.
 const readCatalogue = `WITH wanted (number, name) AS (
-	VALUES (0, parse_ident(?::text)), (1, parse_ident(?::text)), (2, parse_ident(?::text))
+	SELECT number - 1, parse_ident(quoted) FROM jsonb_array_elements_text(?::jsonb) WITH ORDINALITY AS wanted (quoted, number)
 ), places AS (
 	SELECT wanted.number, namespace.oid AS namespace, wanted.name[cardinality(wanted.name)] AS name
 	FROM wanted
@@ -66,18 +74,35 @@ SELECT number, 'trigger', tgname::text, '', tgenabled <> 'D', false
 FROM tables JOIN pg_catalog.pg_trigger ON tgrelid = tables.oid
 WHERE NOT tgisinternal
 UNION ALL
-SELECT 0, 'function', prosrc, '', false, false
-FROM places JOIN pg_catalog.pg_proc ON pronamespace = places.namespace AND proname = places.name AND pronargs = 0
-WHERE places.number = 2`
+SELECT number, 'option', split_part(option, '=', 1), '', false, false
+FROM tables JOIN pg_catalog.pg_class AS class USING (oid) CROSS JOIN LATERAL unnest(class.reloptions) AS option
+UNION ALL
+SELECT number, 'place', nspname::text, places.name, false, false
+FROM places JOIN pg_catalog.pg_namespace ON pg_namespace.oid = places.namespace
+WHERE number < 2
+UNION ALL
+SELECT 0, 'function', proname::text, prosrc, false, false
+FROM places JOIN pg_catalog.pg_proc ON pronamespace = places.namespace AND proname = places.name
+WHERE places.number >= 2`
 
 func read(tx *gorm.DB, tables []*Table) ([]found, error) {
 	state := make([]found, len(tables))
 	for i := range state {
-		state[i] = found{columns: map[string]column{}, constraints: map[string]bool{}, indexes: map[string]bool{}, triggers: map[string]bool{}}
+		state[i] = found{columns: map[string]column{}, constraints: map[string]bool{}, indexes: map[string]bool{}, triggers: map[string]bool{}, functions: map[string]string{}}
 	}
 
-	query := clause.Expr{SQL: readCatalogue, Vars: []any{tables[0].quoted, tables[1].quoted, tables[0].notifyFunction()}, WithoutParentheses: true}
-	err := database.Query(tx, query, func(rows *sql.Rows) error {
+	wanted := []string{tables[0].quoted, tables[1].quoted}
+	for _, name := range tables[0].functions() {
+		wanted = append(wanted, tables[0].db.Statement.Quote(name))
+	}
+
+	names, err := json.Marshal(wanted)
+	if err != nil {
+		return nil, err
+	}
+
+	query := clause.Expr{SQL: readCatalogue, Vars: []any{string(names)}, WithoutParentheses: true}
+	err = database.Query(tx, query, func(rows *sql.Rows) error {
 		var (
 			number               int
 			kind, name, dataType string
@@ -99,7 +124,11 @@ func read(tx *gorm.DB, tables []*Table) ([]found, error) {
 		case "trigger":
 			state[number].triggers[name] = first
 		case "function":
-			state[number].function = name
+			state[number].functions[name] = dataType
+		case "place":
+			state[number].schema, state[number].name = name, dataType
+		case "option":
+			state[number].fillfactor = state[number].fillfactor || name == "fillfactor"
 		}
 
 		return nil

@@ -24,13 +24,14 @@ func (t *Table) notifyFunction() string {
 // upgradeNotify plans what is missing of the triggers. A function of that name that is
 // somebody else's stays: then CREATE FUNCTION is an error.
 func (p *plan) upgradeNotify(table *Table, state *found) {
-	missing := !notify.IsCurrent(state.function)
+	source := state.functions[state.name+notify.FunctionSuffix]
+	missing := !notify.IsCurrent(source)
 
 	for _, trigger := range notify.Triggers() {
 		missing = missing || !state.triggers[trigger]
 	}
 
 	if missing {
-		p.together = append(p.together, table.notify(notify.IsOurs(state.function))...)
+		p.together = append(p.together, table.notify(notify.IsOurs(source))...)
 	}
 }

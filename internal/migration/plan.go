@@ -63,6 +63,10 @@ func compare(tx *gorm.DB, tables []*Table, options Options) (*plan, error) {
 		result.upgradeNotify(tables[0], &state[0])
 	}
 
+	if options.ServerFunction {
+		result.upgradeServerFunction(state)
+	}
+
 	return result, nil
 }
 
@@ -76,6 +80,7 @@ func (p *plan) upgrade(table *Table, state *found, concurrently bool) error {
 	}
 
 	p.upgradeIndexes(table, state, concurrently)
+	p.upgradeStorage(table, state)
 
 	return nil
 }

@@ -10,7 +10,6 @@ import (
 
 	"github.com/legion-gorm/legion/internal/database"
 	"github.com/legion-gorm/legion/internal/fault"
-	"github.com/legion-gorm/legion/internal/notify"
 )
 
 // Options are what a caller of [Up] may choose.
@@ -21,6 +20,9 @@ type Options struct {
 
 	// Notify makes the triggers that tell changes of agents.
 	Notify bool
+
+	// ServerFunction makes the functions that decide in one round trip.
+	ServerFunction bool
 }
 
 // Up makes the tables what their models declare.
@@ -37,6 +39,8 @@ func up(db *gorm.DB, settings database.Settings, options Options, wait time.Dura
 	if err != nil {
 		return err
 	}
+
+	options.ServerFunction = options.ServerFunction || settings.ServerFunction
 
 	var pending *plan
 
@@ -89,7 +93,7 @@ func notConverged(left *plan) error {
 	return fmt.Errorf("%w: the schema is not what it should be after it was changed, this is left to do: %s", fault.ErrNotMigrated, left.first())
 }
 
-// Down drops the tables, and the function of their triggers.
+// Down drops the tables, and the functions beside them.
 func Down(db *gorm.DB, settings database.Settings) error {
 	tables, err := TablesOf(db, settings)
 	if err != nil {
@@ -99,7 +103,7 @@ func Down(db *gorm.DB, settings database.Settings) error {
 	check := func(tx *gorm.DB) (bool, error) {
 		state, err := read(tx, tables)
 
-		return err == nil && (state[0].exists || state[1].exists || notify.IsOurs(state[0].function)), err
+		return err == nil && (state[0].exists || state[1].exists || len(state[0].own()) > 0), err
 	}
 
 	err = locked(db, settings, joinedWait, check, func(tx *gorm.DB) error {
@@ -109,12 +113,17 @@ func Down(db *gorm.DB, settings database.Settings) error {
 		}
 
 		// The registry first, as an admission locks them in that order.
-		err = run(tx, "DROP TABLE IF EXISTS "+tables[1].quoted+", "+tables[0].quoted)
-		if err == nil && notify.IsOurs(state[0].function) {
-			err = run(tx, "DROP FUNCTION "+tables[0].notifyFunction()+"()")
+		if err := run(tx, "DROP TABLE IF EXISTS "+tables[1].quoted+", "+tables[0].quoted); err != nil {
+			return err
 		}
 
-		return err
+		for _, function := range state[0].own() {
+			if err := run(tx, "DROP FUNCTION "+function); err != nil {
+				return err
+			}
+		}
+
+		return nil
 	})
 
 	return explain(err)

@@ -117,6 +117,10 @@ func (t *Table) Create() ([]string, error) {
 		statements = append(statements, t.createIndex(index, false))
 	}
 
+	if t.hasLeases() {
+		statements = append(statements, t.setFillfactor())
+	}
+
 	return statements, nil
 }
 

@@ -18,6 +18,7 @@ DECLARE
   v_locked boolean;
   v_measured jsonb;
   v_begun boolean;
+  v_revoked boolean := false;
   v_written bigint;
 BEGIN
   IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
@@ -75,7 +76,7 @@ BEGIN
 
   IF (v_measured -> 'revocable')::boolean THEN
     PERFORM FROM {{agents}} AS agent WHERE agent.agent_id = v_agent FOR NO KEY UPDATE;
-    PERFORM {{revoke}}(v_agent, v_rules, v_measured -> 'groups');
+    v_revoked := {{revoke}}(v_agent, v_rules, v_measured -> 'groups');
     v_measured := {{measure}}(v_agent, v_merged, v_rules, v_requested);
   END IF;
 
@@ -125,8 +126,8 @@ BEGIN
     ON CONFLICT (agent_id) DO UPDATE SET
       metadata = excluded.metadata, started_at = coalesce(agent.started_at, excluded.started_at), deleted_at = NULL, updated_at = clock_timestamp();
     v_written := 1;
-  ELSIF (p_request -> 'joined')::boolean THEN
-    v_written := 1; -- nothing, but the locks are the caller's until its transaction ends
+  ELSIF v_revoked OR (p_request -> 'joined')::boolean THEN
+    v_written := 1; -- the revocation; or nothing, but a caller's transaction keeps the locks
   ELSE
     -- Nothing to write. After row locks a commit would flush the WAL for nothing.
     RAISE EXCEPTION USING ERRCODE = 'LG000', MESSAGE = 'admitted, with nothing to write', DETAIL = v_measured::text;

@@ -7,9 +7,14 @@
 package serverfunction
 
 import (
+	"database/sql"
 	_ "embed"
 	"strings"
 
+	"gorm.io/gorm"
+	"gorm.io/gorm/clause"
+
+	"github.com/legion-gorm/legion/internal/database"
 	"github.com/legion-gorm/legion/internal/run"
 	"github.com/legion-gorm/legion/internal/usagesql"
 )
@@ -71,12 +76,21 @@ func Names(agents string) []string {
 // EnforceName is the name of the one that is called.
 func EnforceName(agents string) string { return Names(agents)[3] }
 
+// IsThere reports whether the database has the function for this agents' table, in a way
+// that is no error where it does not.
+func IsThere(tx *gorm.DB, agents string) (there bool, err error) {
+	statement := clause.Expr{SQL: "SELECT to_regprocedure(?) IS NOT NULL", Vars: []any{tx.Statement.Quote(EnforceName(agents)) + "(jsonb)"}, WithoutParentheses: true}
+	err = database.Query(tx, statement, func(rows *sql.Rows) error { return rows.Scan(&there) })
+
+	return there, err
+}
+
 // A Place says where the tables are. The names are quoted, and qualified with their
 // schema, since the functions' search_path has nothing but PostgreSQL's own.
 type Place struct {
 	Agents, Identities string
 
-	// Quote quotes a name of the schema that the agents' table is in.
+	// Functions are those of Names.
 	Functions [4]string
 }
 

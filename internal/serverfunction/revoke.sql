@@ -1,7 +1,8 @@
 CREATE OR REPLACE FUNCTION {{revoke}}(p_agent text, p_rules jsonb, p_groups jsonb)
-RETURNS void LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $legion$
+RETURNS boolean LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $legion$
 -- {{marker}}
--- Takes the expired slots that matter, as revoke.go says.
+-- Takes the expired slots that matter, as revoke.go says, and returns whether there was
+-- one.
 DECLARE
   v_identity jsonb;
   v_found text[];
@@ -30,4 +31,6 @@ BEGIN
 
   UPDATE {{agents}} AS agent SET lease_expires_at = NULL
   WHERE agent.agent_id = ANY (v_found) AND agent.status = 'running' AND agent.lease_expires_at <= clock_timestamp();
+
+  RETURN FOUND;
 END $legion$
