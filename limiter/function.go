@@ -152,9 +152,14 @@ type functionAnswer struct {
 	Groups    []functionGroup `json:"groups"`
 	Denied    bool            `json:"denied"`
 	Waited    int64           `json:"waited"`
-	Error     *struct {
-		Code, Message, Detail string
-	} `json:"error"`
+	Error     *functionError  `json:"error"`
+}
+
+// functionError is an error that was caught, so that the caller's transaction goes on.
+type functionError struct {
+	Code    string `json:"code"`
+	Message string `json:"message"`
+	Detail  string `json:"detail"`
 }
 
 type functionGroup struct {
@@ -209,52 +214,41 @@ func (c *call) callFunction(tx *gorm.DB, request *request) ([]*Decision, error) 
 
 // judge makes a decision or an error of what the function has returned or raised.
 func (c *call) judge(tx *gorm.DB, request *request, text string, err error) ([]*Decision, error) {
-	code := ""
-
-	if raised, ok := errors.AsType[*pgconn.PgError](err); ok {
-		code, text = raised.Code, raised.Detail
-	}
-
 	answer := &functionAnswer{}
 
-	if err == nil || serverfunction.IsOutcome(code) && text != "" {
-		if err := json.Unmarshal([]byte(text), answer); err != nil {
-			return nil, fmt.Errorf("legion: the server's function answers in another language than this version's: %w", err)
+	if err == nil {
+		if err := answer.read(text); err != nil {
+			return nil, err
+		}
+
+		if caught := answer.Error; caught != nil {
+			err = &pgconn.PgError{Severity: "ERROR", Code: caught.Code, Message: caught.Message, Detail: caught.Detail}
 		}
 	}
 
-	if answer.Error != nil {
-		// It was caught, so that the caller's transaction goes on.
-		code = answer.Error.Code
-		err = &pgconn.PgError{Severity: "ERROR", Code: code, Message: answer.Error.Message, Detail: answer.Error.Detail}
+	code := ""
 
-		if serverfunction.IsOutcome(code) && answer.Error.Detail != "" {
-			detail := &functionAnswer{}
-			if err := json.Unmarshal([]byte(answer.Error.Detail), detail); err != nil {
-				return nil, fmt.Errorf("legion: the server's function answers in another language than this version's: %w", err)
-			}
+	if raised, ok := errors.AsType[*pgconn.PgError](err); ok {
+		code = raised.Code
 
-			answer = detail
+		switch {
+		case code == database.CodeUndefinedFunction && !database.InTransaction(c.db):
+			c.forgetFunction()
+
+			return nil, errBusy
+		case code == serverfunction.CodeBusy:
+			return nil, errBusy
+		case code == serverfunction.CodeLiveRun:
+			return nil, errLiveRun
+		case code == serverfunction.CodeIsolation:
+			return nil, errIsolation(raised.Message)
+		case serverfunction.HasMeasurement(code):
+			err = answer.read(raised.Detail)
 		}
 	}
 
 	switch {
-	case code == database.CodeUndefinedFunction && !database.InTransaction(c.db):
-		c.forgetFunction()
-
-		return nil, errBusy
-	case code == serverfunction.CodeBusy:
-		return nil, errBusy
-	case code == serverfunction.CodeLiveRun:
-		return nil, errLiveRun
-	case code == serverfunction.CodeIsolation:
-		message := ""
-		if raised, ok := errors.AsType[*pgconn.PgError](err); ok {
-			message = raised.Message
-		}
-
-		return nil, errIsolation(message)
-	case err != nil && !serverfunction.IsOutcome(code):
+	case err != nil:
 		return nil, database.Explain(err)
 	case len(answer.Groups) != len(request.rules):
 		return nil, fmt.Errorf("legion: the server's function has measured %d rules of %d", len(answer.Groups), len(request.rules))
@@ -263,6 +257,14 @@ func (c *call) judge(tx *gorm.DB, request *request, text string, err error) ([]*
 	c.locked = c.leased.Add(time.Duration(answer.Waited) * time.Microsecond)
 
 	return c.concluded(tx, request, answer, code)
+}
+
+func (a *functionAnswer) read(text string) error {
+	if err := json.Unmarshal([]byte(text), a); err != nil {
+		return fmt.Errorf("legion: the server's function answers in another language than this version's: %w", err)
+	}
+
+	return nil
 }
 
 func (c *call) concluded(tx *gorm.DB, request *request, answer *functionAnswer, code string) ([]*Decision, error) {

@@ -88,7 +88,10 @@ WHERE places.number >= 2`
 func read(tx *gorm.DB, tables []*Table) ([]found, error) {
 	state := make([]found, len(tables))
 	for i := range state {
-		state[i] = found{columns: map[string]column{}, constraints: map[string]bool{}, indexes: map[string]bool{}, triggers: map[string]bool{}, functions: map[string]string{}}
+		state[i] = found{
+			columns: map[string]column{}, constraints: map[string]bool{}, indexes: map[string]bool{},
+			triggers: map[string]bool{}, functions: map[string]string{},
+		}
 	}
 
 	wanted := []string{tables[0].quoted, tables[1].quoted}

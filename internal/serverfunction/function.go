@@ -34,9 +34,10 @@ const (
 	CodeLiveRun    = "LG005" // the turn cannot begin, as was found when it was written
 )
 
-// IsOutcome reports whether the code is one of those that are a verdict and no failure.
-func IsOutcome(code string) bool {
-	return code == CodeUnchanged || code == CodeDenied || code == CodeBusy || code == CodeCannotTurn || code == CodeLiveRun
+// HasMeasurement reports whether what is raised with the code has what the function would
+// have returned as its detail.
+func HasMeasurement(code string) bool {
+	return code == CodeUnchanged || code == CodeDenied || code == CodeCannotTurn
 }
 
 //go:embed measure.sql
@@ -79,7 +80,8 @@ func EnforceName(agents string) string { return Names(agents)[3] }
 // IsThere reports whether the database has the function for this agents' table, in a way
 // that is no error where it does not.
 func IsThere(tx *gorm.DB, agents string) (there bool, err error) {
-	statement := clause.Expr{SQL: "SELECT to_regprocedure(?) IS NOT NULL", Vars: []any{tx.Statement.Quote(EnforceName(agents)) + "(jsonb)"}, WithoutParentheses: true}
+	signature := tx.Statement.Quote(EnforceName(agents)) + "(jsonb)"
+	statement := clause.Expr{SQL: "SELECT to_regprocedure(?) IS NOT NULL", Vars: []any{signature}, WithoutParentheses: true}
 	err = database.Query(tx, statement, func(rows *sql.Rows) error { return rows.Scan(&there) })
 
 	return there, err
