@@ -1,6 +1,7 @@
 package legion_test
 
 import (
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -43,6 +44,9 @@ type namedTable struct {
 	// agents is the name that the table then has in the catalogue, in parts if it is not
 	// in the current schema; the registry's is that with _identities at its end.
 	agents []string
+
+	// options are further ones of the plugin.
+	options []legion.Option
 
 	// work uses the store of the model.
 	work func(t *testing.T, db *gorm.DB)
@@ -166,7 +170,7 @@ func (n namedTable) setup(t *testing.T) (*gorm.DB, *recorder) {
 func (n namedTable) open(t *testing.T, dsn string) (*gorm.DB, *recorder) {
 	t.Helper()
 
-	var options []legion.Option
+	options := slices.Clone(n.options)
 	if n.model != nil {
 		options = append(options, legion.WithModel(n.model))
 	}
