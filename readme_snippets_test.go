@@ -61,6 +61,33 @@ func readmeEnforce(ctx context.Context, db *gorm.DB, agentID string) int {
 	return http.StatusOK
 }
 
+type modelAnswer struct {
+	ID    string
+	State []byte
+}
+
+func readmeTurn(
+	ctx context.Context, plugin *legion.Plugin, agentID string, rules []limiter.Rule,
+	callModel func(ctx context.Context) (modelAnswer, int64, error),
+) error {
+	err := plugin.Run(ctx, agentID, legion.TurnOptions{Rules: rules, Reserve: 4000},
+		func(ctx context.Context, turn *legion.Turn) error {
+			answer, tokens, err := callModel(ctx) // ctx ends if the turn loses its slot
+			if err != nil {
+				return err
+			}
+
+			// Counted at once, and once: a retry with the same ID is recognised.
+			if err := turn.Record(ctx, models.Usage{ID: answer.ID, TotalTokens: tokens}); err != nil {
+				return err
+			}
+
+			return turn.Checkpoint(ctx, answer.State)
+		})
+
+	return err
+}
+
 func readmeRecord(ctx context.Context, db *gorm.DB, agentID, requestID string) error {
 	agents := store.For[models.LegionAgent](db)
 
@@ -145,6 +172,17 @@ func TestTheReadmeDoesWhatItSays(t *testing.T) {
 	require.NoError(t, db.Model(&Job{}).Count(&jobs).Error)
 	require.EqualValues(t, 10, chats)
 	require.EqualValues(t, 10, jobs)
+}
+
+func TestTheReadmesTurnWorks(t *testing.T) {
+	t.Parallel()
+
+	db, plugin := useTurns(t)
+	answer := func(context.Context) (modelAnswer, int64, error) { return modelAnswer{ID: "answer", State: []byte("state")}, 12, nil }
+
+	require.NoError(t, readmeTurn(t.Context(), plugin, "one", []limiter.Rule{tokensRule(10_000)}, answer))
+	require.EqualValues(t, 12, tokensOf(t, db, "one"))
+	require.Equal(t, []byte("state"), rowOf(t, db, "one").ConversationState)
 }
 
 func TestTheReadmesWatchWorks(t *testing.T) {
