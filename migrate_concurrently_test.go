@@ -84,7 +84,7 @@ func TestConcurrentIndexesLetWritersPass(t *testing.T) {
 	require.Equal(t, complete, catalogue(t, db))
 
 	ddl := statements.takeDDL()
-	require.Contains(t, ddl, `CREATE INDEX CONCURRENTLY "idx_legion_agents_metadata" ON "legion_agents" USING gin (metadata jsonb_path_ops)`)
+	require.Contains(t, ddl, `CREATE INDEX CONCURRENTLY "idx_legion_agents_metadata" ON "legion_agents" USING gin (metadata jsonb_path_ops) WITH (fastupdate = off)`)
 	require.NoError(t, legion.Migrate(db, legion.WithConcurrentIndexes()))
 	require.Empty(t, statements.takeDDL())
 }

@@ -38,7 +38,7 @@ const olderTable = `
 		created_at timestamptz NOT NULL DEFAULT now(),
 		application_column text
 	);
-	CREATE INDEX idx_legion_agents_metadata ON legion_agents USING gin (metadata jsonb_path_ops);
+	CREATE INDEX idx_legion_agents_metadata ON legion_agents USING gin (metadata jsonb_path_ops) WITH (fastupdate = off);
 	INSERT INTO legion_agents (agent_id, status, metadata, usage, started_at, application_column) VALUES
 		('first', 'running', '{"tenant": "acme"}', '[{"id": "a", "at": 1, "total_tokens": 7}]', '2024-02-29 12:00:00+00', 'kept'),
 		('second', NULL, NULL, '[]', NULL, NULL)`

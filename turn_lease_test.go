@@ -236,8 +236,6 @@ func TestOneStatementRenewsAllTurnsOfAProcess(t *testing.T) {
 		return pgx.ConnectConfig(ctx, config)
 	}))
 
-	// Room on each page for the next version of its rows.
-	require.NoError(t, db.Exec("ALTER TABLE legion_agents SET (fillfactor = 80)").Error)
 
 	begun := make([]*legion.Turn, turns)
 

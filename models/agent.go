@@ -36,8 +36,9 @@ type LegionAgent struct {
 
 	// Metadata is the merged identity of the rules that the agent was last admitted
 	// under, a flat JSON object. NULL: the agent was never limited, and no rule
-	// counts it.
-	Metadata datatypes.JSON `gorm:"column:metadata;type:jsonb;index:,type:gin,expression:metadata jsonb_path_ops;index:,composite:running,type:gin,expression:metadata jsonb_path_ops,where:status = 'running'"`
+	// counts it. Its indexes have no list of pending entries (fastupdate), which every
+	// verdict would read from end to end.
+	Metadata datatypes.JSON `gorm:"column:metadata;type:jsonb;index:,type:gin,expression:metadata jsonb_path_ops,option:WITH (fastupdate = off);index:,composite:running,type:gin,expression:metadata jsonb_path_ops,option:WITH (fastupdate = off),where:status = 'running'"`
 
 	// Usage is a JSON array with one object for each LLM request, oldest first, see
 	// [Usage]. It is bounded: older entries are folded into sums. Read it with

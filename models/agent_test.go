@@ -44,8 +44,8 @@ func TestAutoMigrateMakesTheAgentsTable(t *testing.T) {
 	}, columns(t, db, "legion_agents"))
 
 	require.Equal(t, []string{
-		"CREATE INDEX idx_legion_agents_metadata ON public.legion_agents USING gin (metadata jsonb_path_ops)",
-		"CREATE INDEX idx_legion_agents_running ON public.legion_agents USING gin (metadata jsonb_path_ops) WHERE (status = 'running'::text)",
+		"CREATE INDEX idx_legion_agents_metadata ON public.legion_agents USING gin (metadata jsonb_path_ops) WITH (fastupdate=off)",
+		"CREATE INDEX idx_legion_agents_running ON public.legion_agents USING gin (metadata jsonb_path_ops) WITH (fastupdate=off) WHERE (status = 'running'::text)",
 		"CREATE INDEX idx_legion_agents_started_at ON public.legion_agents USING btree (started_at)",
 		"CREATE INDEX idx_legion_agents_updated_at ON public.legion_agents USING btree (updated_at)",
 		"CREATE UNIQUE INDEX legion_agents_pkey ON public.legion_agents USING btree (agent_id)",
@@ -87,8 +87,8 @@ func TestAModelThatEmbedsHasATableAndIndexesOfItsOwn(t *testing.T) {
 
 	require.Len(t, indexes(t, db, "legion_agents"), 5)
 	require.Equal(t, []string{
-		"CREATE INDEX idx_chat_agents_metadata ON public.chat_agents USING gin (metadata jsonb_path_ops)",
-		"CREATE INDEX idx_chat_agents_running ON public.chat_agents USING gin (metadata jsonb_path_ops) WHERE (status = 'running'::text)",
+		"CREATE INDEX idx_chat_agents_metadata ON public.chat_agents USING gin (metadata jsonb_path_ops) WITH (fastupdate=off)",
+		"CREATE INDEX idx_chat_agents_running ON public.chat_agents USING gin (metadata jsonb_path_ops) WITH (fastupdate=off) WHERE (status = 'running'::text)",
 		"CREATE INDEX idx_chat_agents_started_at ON public.chat_agents USING btree (started_at)",
 		"CREATE INDEX idx_chat_agents_title ON public.chat_agents USING btree (title)",
 		"CREATE INDEX idx_chat_agents_updated_at ON public.chat_agents USING btree (updated_at)",
