@@ -236,7 +236,6 @@ func TestOneStatementRenewsAllTurnsOfAProcess(t *testing.T) {
 		return pgx.ConnectConfig(ctx, config)
 	}))
 
-
 	begun := make([]*legion.Turn, turns)
 
 	var beginning sync.WaitGroup

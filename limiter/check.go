@@ -43,7 +43,7 @@ func Check(db *gorm.DB, agentID string, rules ...Rule) (*Report, error) {
 	var report *Report
 
 	check := func(tx *gorm.DB) error {
-		forecasts, err := call.forecast(tx, call.requests[0])
+		forecasts, err := call.forecastLimits(tx, call.requests[0])
 		report = newReport(call.requests[0], forecasts)
 
 		return err

@@ -232,7 +232,7 @@ func (c *call) alone() ([]*Decision, error) {
 			})
 		})
 		if err != nil {
-			return nil, err
+			return nil, c.forecast(err)
 		}
 
 		if outcome.moved {
@@ -407,8 +407,11 @@ func (c *call) decideLocked(tx *gorm.DB) (outcome, error) {
 		// A denial needs no registration: it changes nothing, so it is right in any
 		// snapshot. So a first use that is denied leaves nothing behind.
 		if denial := measurement.denial(request); denial != nil && !begun {
-			denial.RetryAfter = c.retryAfter(tx, request, denial)
 			c.denied = request
+
+			if !c.forecastsLater() {
+				denial.RetryAfter = c.retryAfter(tx, request, denial)
+			}
 
 			return outcome{}, denial
 		}

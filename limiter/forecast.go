@@ -2,6 +2,7 @@ package limiter
 
 import (
 	"database/sql"
+	"errors"
 	"math"
 	"strings"
 	"time"
@@ -25,13 +26,13 @@ type quotaForecast struct {
 	blockedFor time.Duration
 }
 
-// forecast measures the limits of a request exactly, without locks, in the order of the
+// forecastLimits measures the limits of a request exactly, without locks, in the order of the
 // rules and of their quotas.
 //
 // Every limit bounds a sum of items, each of which counts until a moment that is known:
 // a start, a slot, an entry of usage, a reservation. So what has to be waited for is the
 // first item, from the last to expire backwards, with which the sum reaches the bound.
-func (c *call) forecast(tx *gorm.DB, request *request) ([][]quotaForecast, error) {
+func (c *call) forecastLimits(tx *gorm.DB, request *request) ([][]quotaForecast, error) {
 	forecasts := make([][]quotaForecast, len(request.rules))
 
 	statement := c.forecastStatement(request)
@@ -149,10 +150,35 @@ func (c *call) usageItems(rule preparedRule, key, agentID string) clause.Express
 		rule.Policy.Window.Microseconds(), c.usageWithin(rule, agentID))
 }
 
+// forecastsLater reports whether a denial is given its RetryAfter once the locks are free,
+// so that the others under its identities need not wait for it. In a caller's transaction
+// it has no other moment; nor for several agents, of which each is measured after those
+// that are then rolled back.
+func (c *call) forecastsLater() bool {
+	return !database.InTransaction(c.db) && len(c.requests) == 1
+}
+
+// forecast gives a denial its RetryAfter, outside a transaction. It returns the error.
+func (c *call) forecast(err error) error {
+	denial, denied := errors.AsType[*ExceededError](err)
+	if !denied || !c.forecastsLater() {
+		return err
+	}
+
+	// The verdict stands without it.
+	_ = database.Autocommit(c.db, c.settings.ConnectionTimeout, func(tx *gorm.DB) error {
+		denial.RetryAfter = c.retryAfter(tx, c.denied, denial)
+
+		return nil
+	})
+
+	return err
+}
+
 // retryAfter is the wait after which a denied request passes if nothing else happens,
 // or zero where that is not known or never comes.
 func (c *call) retryAfter(tx *gorm.DB, request *request, denial *ExceededError) time.Duration {
-	forecasts, err := c.forecast(tx, request)
+	forecasts, err := c.forecastLimits(tx, request)
 	if err != nil {
 		return 0 // The verdict stands without it.
 	}

@@ -31,6 +31,8 @@ ORDER BY measured.rule;
 -- $4 = '{"tenant":"acme"}'
 -- $5 = 'agent'
 
+rollback;
+
 WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
 SELECT forecast.rule, (extract(epoch FROM clock.now) * 1000000)::bigint, forecast.used, forecast.resets_at, forecast.blocked_to
 FROM clock CROSS JOIN (
@@ -52,6 +54,4 @@ ORDER BY forecast.quota;
 -- $4 = 3600000000
 -- $5 = '{"tenant":"acme"}'
 -- $6 = 'agent'
-
-rollback;
 
