@@ -39,10 +39,10 @@ func (c *call) ensureRegistry() (remembered bool, err error) {
 		return true, nil
 	}
 
-	var agents, identities bool
+	var found foundTables
 
 	look := func(tx *gorm.DB) (err error) {
-		agents, identities, err = c.findTables(tx)
+		found, err = c.findTables(tx)
 
 		return err
 	}
@@ -58,11 +58,15 @@ func (c *call) ensureRegistry() (remembered bool, err error) {
 		return false, err
 	}
 
-	if !agents {
+	if !found.agents {
 		return false, fmt.Errorf("%w: the agents' table is missing: call legion.Migrate(db) at start-up", fault.ErrNotMigrated)
 	}
 
-	if identities {
+	if found.filtered {
+		return false, errFiltered
+	}
+
+	if found.identities {
 		if _, known := seenRegistries.LoadOrStore(key, struct{}{}); !known && !database.InTransaction(c.db) {
 			database.OnPoolGone(c.db, func(database.Pool) { seenRegistries.Delete(key) })
 		}
@@ -78,14 +82,24 @@ func (c *call) ensureRegistry() (remembered bool, err error) {
 	return false, nil
 }
 
+// foundTables says which tables are there, and whether policies hide rows of theirs from
+// this role.
+type foundTables struct{ agents, identities, filtered bool }
+
+// errFiltered is returned instead of a verdict on the agents that this role may see.
+var errFiltered = fmt.Errorf("%w: row-level security of the agents' table or of the registry applies to this role, so that a limit would not see "+
+	"all agents: let the limiter's role have BYPASSRLS or own the tables, and keep the policies for others", fault.ErrInvalidConfig)
+
 // findTables asks in a way that is no error where a table is missing: an error would
 // end the caller's transaction.
-func (c *call) findTables(tx *gorm.DB) (agents, identities bool, err error) {
-	statement := expression("SELECT to_regclass(?) IS NOT NULL, to_regclass(?) IS NOT NULL",
+func (c *call) findTables(tx *gorm.DB) (found foundTables, err error) {
+	statement := expression(`SELECT agents IS NOT NULL, identities IS NOT NULL,
+  coalesce(row_security_active(agents), false) OR coalesce(row_security_active(identities), false)
+FROM (SELECT to_regclass(?)::oid AS agents, to_regclass(?)::oid AS identities) AS tables`,
 		tx.Statement.Quote(c.tables.Agents), tx.Statement.Quote(c.tables.Identities))
-	err = database.Query(tx, statement, func(rows *sql.Rows) error { return rows.Scan(&agents, &identities) })
+	err = database.Query(tx, statement, func(rows *sql.Rows) error { return rows.Scan(&found.agents, &found.identities, &found.filtered) })
 
-	return agents, identities, err
+	return found, err
 }
 
 func (c *call) createRegistry() (err error) {
@@ -112,7 +126,7 @@ func (c *call) createRegistryIn(tx *gorm.DB) error {
 		return err
 	}
 
-	if _, identities, err := c.findTables(tx); err != nil || identities {
+	if found, err := c.findTables(tx); err != nil || found.identities {
 		return err
 	}
 

@@ -1,6 +1,8 @@
 begin isolation level read committed;
 
-SELECT to_regclass($1) IS NOT NULL, to_regclass($2) IS NOT NULL;
+SELECT agents IS NOT NULL, identities IS NOT NULL,
+  coalesce(row_security_active(agents), false) OR coalesce(row_security_active(identities), false)
+FROM (SELECT to_regclass($1)::oid AS agents, to_regclass($2)::oid AS identities) AS tables;
 -- $1 = '"legion_agents"'
 -- $2 = '"legion_agents_identities"'
 
@@ -11,7 +13,9 @@ begin isolation level read committed;
 SELECT pg_advisory_xact_lock($1::bigint);
 -- $1 = 6689056904817310542
 
-SELECT to_regclass($1) IS NOT NULL, to_regclass($2) IS NOT NULL;
+SELECT agents IS NOT NULL, identities IS NOT NULL,
+  coalesce(row_security_active(agents), false) OR coalesce(row_security_active(identities), false)
+FROM (SELECT to_regclass($1)::oid AS agents, to_regclass($2)::oid AS identities) AS tables;
 -- $1 = '"legion_agents"'
 -- $2 = '"legion_agents_identities"'
 
@@ -60,7 +64,9 @@ commit;
 
 begin isolation level read committed;
 
-SELECT to_regclass($1) IS NOT NULL, to_regclass($2) IS NOT NULL;
+SELECT agents IS NOT NULL, identities IS NOT NULL,
+  coalesce(row_security_active(agents), false) OR coalesce(row_security_active(identities), false)
+FROM (SELECT to_regclass($1)::oid AS agents, to_regclass($2)::oid AS identities) AS tables;
 -- $1 = '"legion_agents"'
 -- $2 = '"legion_agents_identities"'
 
