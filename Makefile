@@ -66,6 +66,21 @@ test-long: export LEGION_TEST_COUNT ?= 10
 test-long: ## Run the tests with ten times the rounds (LEGION_TEST_COUNT)
 	$(GO) test -timeout=3h $(TEST_ARGS) ./...
 
+.PHONY: test-function
+test-function: export LEGION_TEST_SERVER_FUNCTION = 1
+test-function: ## Run the limiter's tests by the server's function
+	$(GO) test $(TEST_ARGS) -skip TestStatements ./limiter
+
+# How long each target is fuzzed. Minimizing is left out: each run asks a database.
+FUZZ_TIME ?= 1m
+
+.PHONY: fuzz
+fuzz: ## Fuzz each target for FUZZ_TIME
+	$(GO) test -run '^$$' -fuzz '^FuzzEnforce$$' -fuzztime $(FUZZ_TIME) -fuzzminimizetime 1x ./limiter
+	$(GO) test -run '^$$' -fuzz '^FuzzUsageInARow$$' -fuzztime $(FUZZ_TIME) -fuzzminimizetime 1x ./limiter
+	$(GO) test -run '^$$' -fuzz '^FuzzSaveAndAppend$$' -fuzztime $(FUZZ_TIME) -fuzzminimizetime 1x ./store
+	$(GO) test -run '^$$' -fuzz '^FuzzUsageUnmarshal$$' -fuzztime $(FUZZ_TIME) -fuzzminimizetime 1x ./models
+
 .PHONY: cover
 cover: ## Run the tests and write .cache/cover.html
 	@mkdir -p .cache
