@@ -71,6 +71,20 @@ test-function: export LEGION_TEST_SERVER_FUNCTION = 1
 test-function: ## Run the limiter's tests by the server's function
 	$(GO) test $(TEST_ARGS) -skip TestStatements ./limiter
 
+# The modes of the driver, and the versions of PostgreSQL, that the tests are run in.
+EXEC_MODES ?= cache_describe describe_exec exec simple_protocol
+POSTGRES_VERSIONS ?= 14 15 16 17 18
+
+.PHONY: test-modes
+test-modes: ## Run the tests in every mode of the driver
+	for mode in $(EXEC_MODES); do echo "== $$mode"; \
+		LEGION_TEST_PARAMETERS=default_query_exec_mode=$$mode $(GO) test $(TEST_ARGS) -skip 'TestStatements|Fuzz' . ./limiter ./store || exit 1; done
+
+.PHONY: test-versions
+test-versions: ## Run the tests on every supported version of PostgreSQL
+	for version in $(POSTGRES_VERSIONS); do echo "== $$version"; \
+		PATH="$$(tools/postgres $$version):$$PATH" LEGION_TEST_POSTGRES=local $(GO) test $(TEST_ARGS) ./... || exit 1; done
+
 # How long each target is fuzzed. Minimizing is left out: each run asks a database.
 FUZZ_TIME ?= 1m
 

@@ -3,7 +3,9 @@ package pgtest
 import (
 	"context"
 	"fmt"
+	"os"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -62,6 +64,20 @@ func Database(tb testing.TB) string {
 			tb.Error(err)
 		}
 	})
+	return withParameters(dsn, os.Getenv(parametersVariable))
+}
+
+// parametersVariable has connection parameters for the databases of tests, such as
+// default_query_exec_mode=exec, separated by "&". It is how a run of all tests goes through another
+// mode of the driver.
+const parametersVariable = "LEGION_TEST_PARAMETERS"
+
+func withParameters(dsn, parameters string) string {
+	for parameter := range strings.SplitSeq(parameters, "&") {
+		if name, value, ok := strings.Cut(parameter, "="); ok {
+			dsn = WithParameter(dsn, name, value)
+		}
+	}
 	return dsn
 }
 
