@@ -15,6 +15,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 )
@@ -36,6 +37,9 @@ const (
 	removeAttempts = 50
 	removeInterval = 100 * time.Millisecond
 
+	// restartPause is how long an init system would wait.
+	restartPause = 200 * time.Millisecond
+
 	privateFile = 0o600
 )
 
@@ -43,6 +47,7 @@ var (
 	errPortTaken  = errors.New("another process took every port before the server could")
 	errServerDied = errors.New("the server ended while it was starting")
 	errNotReady   = errors.New("the server was not ready in time")
+	errReleased   = errors.New("the server was given back")
 )
 
 // localServer is a server run from binaries on this machine, in the hands of the supervisor.
@@ -54,9 +59,13 @@ type localServer struct {
 	settings   []setting
 	choosePort func(context.Context) (string, error)
 
-	port    string
-	process *exec.Cmd
-	exited  chan struct{}
+	port string
+
+	// mutex guards what a restart changes.
+	mutex    sync.Mutex
+	process  *exec.Cmd
+	exited   chan struct{}
+	released bool
 }
 
 func launchLocal(ctx context.Context, request *order) (launched, error) {
@@ -66,6 +75,10 @@ func launchLocal(ctx context.Context, request *order) (launched, error) {
 	}
 	if err := server.start(ctx); err != nil {
 		return launched{}, errors.Join(fmt.Errorf("binaries in %s: %w", request.Directory, err), server.release())
+	}
+
+	if request.Restarts {
+		go server.revive()
 	}
 
 	return launched{reply{DSN: server.dsn(), Folder: server.folder, ProcessID: server.process.Process.Pid}, server.release}, nil
@@ -148,24 +161,57 @@ func (s *localServer) run(ctx context.Context, port string) error {
 	// Not bound to ctx: release ends it.
 	command := s.command(context.WithoutCancel(ctx), serverProgram, append([]string{"-D", s.data()}, arguments(settings)...)...)
 	command.Stdout, command.Stderr = log, log
-	if err := command.Start(); err != nil {
-		return fmt.Errorf("start the server: %w", err)
+	exited, err := s.launch(command)
+	if err != nil {
+		return err
 	}
-	s.port, s.process, s.exited = port, command, make(chan struct{})
-	go func() {
-		_ = command.Wait()
-		close(s.exited)
-	}()
+	s.port = port
 
-	return s.await(ctx, logName)
+	return s.await(ctx, logName, exited)
 }
 
-func (s *localServer) await(ctx context.Context, logName string) error {
+// launch starts the server's process, unless the server was released meanwhile.
+func (s *localServer) launch(command *exec.Cmd) (exited chan struct{}, err error) {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	if s.released {
+		return nil, errReleased
+	}
+	if err := command.Start(); err != nil {
+		return nil, fmt.Errorf("start the server: %w", err)
+	}
+	exited = make(chan struct{})
+	s.process, s.exited = command, exited
+	go func() {
+		_ = command.Wait()
+		close(exited)
+	}()
+
+	return exited, nil
+}
+
+// revive starts the server again whenever it has ended, until it is released. A server that was killed
+// leaves processes behind that keep the next one from starting until they notice.
+func (s *localServer) revive() {
+	for {
+		s.mutex.Lock()
+		exited := s.exited
+		s.mutex.Unlock()
+
+		<-exited
+		time.Sleep(restartPause)
+		if errors.Is(s.run(context.Background(), s.port), errReleased) {
+			return
+		}
+	}
+}
+
+func (s *localServer) await(ctx context.Context, logName string, exited <-chan struct{}) error {
 	deadline := time.After(readyTimeout)
 	for !s.ready() {
 		select {
 		case <-time.After(pollInterval):
-		case <-s.exited:
+		case <-exited:
 			output, err := os.ReadFile(logName) //nolint:gosec // in our own folder
 			if bytes.Contains(output, []byte("could not bind")) {
 				return errPortTaken
@@ -191,20 +237,28 @@ func (s *localServer) ready() bool {
 	}
 	lines := strings.Split(string(content), "\n")
 
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+
 	return len(lines) > statusLine &&
 		lines[0] == strconv.Itoa(s.process.Process.Pid) && strings.TrimSpace(lines[statusLine]) == "ready"
 }
 
 // release stops the server and removes its folder.
 func (s *localServer) release() error {
-	if s.process != nil {
+	s.mutex.Lock()
+	s.released = true
+	process, exited := s.process, s.exited
+	s.mutex.Unlock()
+
+	if process != nil {
 		// SIGQUIT is an immediate shutdown: no checkpoint of what is about to be removed.
-		_ = s.process.Process.Signal(syscall.SIGQUIT)
+		_ = process.Process.Signal(syscall.SIGQUIT)
 		select {
-		case <-s.exited:
+		case <-exited:
 		case <-time.After(shutdownTimeout):
-			_ = s.process.Process.Kill()
-			<-s.exited
+			_ = process.Process.Kill()
+			<-exited
 		}
 	}
 	var err error

@@ -13,6 +13,7 @@ type config struct {
 	getenv   func(string) string
 	patterns []string
 	settings []setting
+	restarts bool
 
 	repository string // of the embedded source; empty: Maven Central
 	cache      string // of the embedded source; empty: in the user's cache directory
@@ -26,6 +27,12 @@ type Option func(*config)
 // unless the server has the value already, written as SHOW writes it.
 func WithSetting(name, value string) Option {
 	return func(c *config) { c.settings = withSetting(c.settings, setting{name, value}) }
+}
+
+// WithRestarts starts the server again when it ends, on the same port and data, as an init system
+// would. It is for a server that runs from binaries on this machine, see [Server.Signal].
+func WithRestarts() Option {
+	return func(c *config) { c.restarts = true }
 }
 
 // WithDurability switches on fsync, synchronous_commit and full_page_writes, as in production. Use it

@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -75,7 +77,7 @@ func Start(ctx context.Context, options ...Option) (*Server, error) {
 
 func startSource(ctx context.Context, source Source, settled *config) (*Server, error) {
 	server := &Server{source: source, prefix: databasePrefix()}
-	request := order{Source: source, Settings: defaultSettings()}
+	request := order{Source: source, Settings: defaultSettings(), Restarts: settled.restarts}
 	for _, each := range settled.settings {
 		request.Settings = withSetting(request.Settings, each)
 	}
@@ -115,6 +117,32 @@ func startSource(ctx context.Context, source Source, settled *config) (*Server, 
 
 	return server, nil
 }
+
+// Signal sends a signal to the server's first process: SIGINT is a fast shutdown, SIGQUIT an immediate
+// one, SIGKILL a crash. The error is [ErrNoProcess] for a server that is not this machine's.
+func (s *Server) Signal(signal os.Signal) error {
+	if s.details.Folder == "" {
+		return ErrNoProcess
+	}
+	content, err := os.ReadFile(filepath.Join(s.details.Folder, "data", "postmaster.pid"))
+	if err != nil {
+		return fmt.Errorf("find the server's process: %w", err)
+	}
+	line, _, _ := strings.Cut(string(content), "\n")
+	processID, err := strconv.Atoi(line)
+	if err != nil {
+		return fmt.Errorf("find the server's process: %w", err)
+	}
+	process, err := os.FindProcess(processID)
+	if err != nil {
+		return fmt.Errorf("find the server's process: %w", err)
+	}
+
+	return process.Signal(signal)
+}
+
+// ErrNoProcess is a server whose process cannot be signalled.
+var ErrNoProcess = errors.New("the server runs elsewhere")
 
 // Source says where the server came from.
 func (s *Server) Source() Source { return s.source }

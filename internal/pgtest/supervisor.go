@@ -24,6 +24,7 @@ type order struct {
 	Directory string    `json:"directory,omitempty"` // local: where the binaries are
 	Image     string    `json:"image,omitempty"`     // docker
 	Settings  []setting `json:"settings,omitempty"`  // local, docker, embedded
+	Restarts  bool      `json:"restarts,omitempty"`  // local, embedded: start the server again when it ends
 
 	Repository string `json:"repository,omitempty"` // embedded: where to download from; empty: Maven Central
 	Cache      string `json:"cache,omitempty"`      // embedded: where to keep the download; empty: nowhere
