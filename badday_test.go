@@ -297,6 +297,56 @@ func TestContextsThatEndAtAnyStepLeaveThePoolWholeAndNoLock(t *testing.T) {
 	}
 }
 
+func TestANetworkThatIsCutAtAnyStepIsHarmless(t *testing.T) {
+	t.Parallel()
+
+	for name, options := range paths() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			network, db, plugin := useNetwork(t, options...)
+			require.NoError(t, migrateFor(db, options))
+
+			turn := func(agentID string) {
+				// A cut may end an attempt, and a second one cannot come: so all succeed.
+				require.NoError(t, plugin.Run(t.Context(), agentID, legion.TurnOptions{
+					Rules: []limiter.Rule{runningRule(1), tokensRule(1_000_000)}, Reserve: 20, PerStep: true,
+				}, func(ctx context.Context, turn *legion.Turn) error {
+					return errors.Join(turn.Record(ctx, models.Usage{TotalTokens: 7}), turn.Checkpoint(ctx, []byte("state")))
+				}))
+			}
+
+			turn("warm") // so that every later turn takes the same steps
+			cuts := 0
+
+			for step := int64(1); ; step++ {
+				network.steps.Store(step)
+
+				agentID := fmt.Sprint("agent ", step)
+				turn(agentID)
+				requireIdle(t, db, agentID)
+				require.EqualValues(t, 7, tokensOf(t, db, agentID))
+				require.Equal(t, []byte("state"), rowOf(t, db, agentID).ConversationState)
+
+				if network.steps.Swap(0) > 0 {
+					break // the turn was over before the step came
+				}
+
+				cuts++
+			}
+
+			t.Logf("%d steps were cut", cuts)
+			require.Greater(t, cuts, 4)
+			require.NoError(t, limiter.Enforce(db, "after", runningRule(1)))
+		})
+	}
+}
+
+// migrateFor makes what the options need.
+func migrateFor(db *gorm.DB, options []legion.Option) error {
+	return db.Use(legion.New(append(options, legion.WithMigrate(), legion.WithObserver(nil))...))
+}
+
 func TestTimeoutsOfTheServerAreErrorsAndNoVerdicts(t *testing.T) {
 	t.Parallel()
 

@@ -35,6 +35,10 @@ type network struct {
 	// once.
 	lose atomic.Pointer[loss]
 
+	// steps is how many times the clients may say something before one is cut off in the
+	// same way, once. 0: none is.
+	steps atomic.Int64
+
 	lost        atomic.Int64
 	connections sync.WaitGroup
 }
@@ -109,6 +113,13 @@ func (n *network) connect(done context.Context, client net.Conn) {
 	directions.Go(func() {
 		defer cut()
 		n.forward(client, server, func(said []byte) bool {
+			if n.steps.Load() > 0 && n.steps.Add(-1) == 0 {
+				n.lost.Add(1)
+				answers.Store(true)
+
+				return n.lost.Load()%2 == 0
+			}
+
 			expected := n.lose.Load()
 			if expected == nil || !expected.isIn(said) || !n.lose.CompareAndSwap(expected, nil) {
 				return true

@@ -40,7 +40,7 @@ func TestAHotIdentityHoldsUpNobodyElse(t *testing.T) {
 	)
 
 	for i := range hotCallers {
-		ctx := context.Context(t.Context())
+		ctx := t.Context()
 		if i%5 == 0 {
 			ctx = hurried // these do not wait to the end
 		}

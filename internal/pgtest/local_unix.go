@@ -78,7 +78,7 @@ func launchLocal(ctx context.Context, request *order) (launched, error) {
 	}
 
 	if request.Restarts {
-		go server.revive()
+		go server.revive() //nolint:gosec // its servers outlive ctx, which bounds the first start only
 	}
 
 	return launched{reply{DSN: server.dsn(), Folder: server.folder, ProcessID: server.process.Process.Pid}, server.release}, nil

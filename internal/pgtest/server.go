@@ -138,7 +138,11 @@ func (s *Server) Signal(signal os.Signal) error {
 		return fmt.Errorf("find the server's process: %w", err)
 	}
 
-	return process.Signal(signal)
+	if err := process.Signal(signal); err != nil {
+		return fmt.Errorf("signal the server's process: %w", err)
+	}
+
+	return nil
 }
 
 // ErrNoProcess is a server whose process cannot be signalled.
