@@ -426,7 +426,15 @@ func (c *call) measureRevoking(tx *gorm.DB, request *request) (measured measurem
 		return measured, begun, false, err
 	}
 
-	if len(c.requests) == 1 {
+	if c.hooks.ExpiredAreFree {
+		measured.freeExpired()
+
+		return measured, begun, false, nil
+	}
+
+	c.hooks.Reach(testhook.Expired)
+
+	if len(c.requests) == 1 && !c.hooks.WithoutOwnRow {
 		if err := c.lockOwnRows(tx); err != nil {
 			return measurement{}, false, false, err
 		}
@@ -435,6 +443,8 @@ func (c *call) measureRevoking(tx *gorm.DB, request *request) (measured measurem
 	if revoked, err = c.revoke(tx, request, measured); err != nil {
 		return measurement{}, false, false, err
 	}
+
+	c.hooks.Reach(testhook.Revoked)
 
 	// A renewal that began in time may have kept the caller's own run alive meanwhile.
 	measured, begun, err = c.measureTurn(tx, request)

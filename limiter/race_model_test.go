@@ -1,0 +1,195 @@
+package limiter_test
+
+import (
+	"slices"
+	"time"
+
+	"github.com/anishathalye/porcupine"
+
+	"github.com/legion-gorm/legion/internal/reference"
+)
+
+// raceCheckTime bounds the search for a serial history.
+const raceCheckTime = 30 * time.Second
+
+// A raceEvent is a step and what it came to.
+type raceEvent struct {
+	step    raceStep
+	outcome raceOutcome
+
+	// beside are the events that overlap this one.
+	beside []*raceEvent
+}
+
+func (e *raceEvent) String() string { return e.step.String() + ": " + e.outcome.String() }
+
+// changes reports whether the step may have left anything behind.
+func (e *raceEvent) changes() bool {
+	return !e.step.Undo && (e.outcome.Outcome == reference.Admitted || e.outcome.Outcome == reference.Done)
+}
+
+// from returns the states in which the event may leave this one; none if it cannot come
+// now.
+func (e *raceEvent) from(state reference.State) (possible []reference.State) {
+	for _, state := range raceWaned(state) {
+		if e.outcome.Outcome == raceHeld {
+			if agent, _ := state.Agent(e.step.Agent); agent.Run == e.step.Run && agent.Lease.Known && agent.Lease.At > 0 {
+				possible = append(possible, state)
+			}
+
+			continue
+		}
+
+		for _, race := range e.races(state) {
+			next, result := state.Racing(race).Step(e.step.operation())
+
+			isIt := result.Outcome == e.outcome.Outcome && (result.Outcome != reference.Denied || result.Index == e.outcome.Denied)
+
+			switch {
+			case !isIt:
+			case e.changes():
+				possible = append(possible, next)
+			default:
+				possible = append(possible, state)
+			}
+		}
+	}
+
+	return possible
+}
+
+// races are what the others may do to a verdict: lock rows that it would take, and end
+// what made it take some.
+func (e *raceEvent) races(state reference.State) []reference.Race {
+	races := []reference.Race{{}}
+
+	if len(e.step.Rules) == 0 || len(e.beside) == 0 {
+		return races
+	}
+
+	for _, agent := range state.Agents() {
+		if agent.Run == "" || agent.Lease != raceOver || !slices.ContainsFunc(e.beside, func(other *raceEvent) bool { return other.mayLock(agent) }) {
+			continue
+		}
+
+		for _, race := range slices.Clone(races) {
+			races = append(races, reference.Race{Locked: append(slices.Clone(race.Locked), agent.ID)})
+		}
+	}
+
+	if slices.ContainsFunc(state.Agents(), func(agent reference.Agent) bool { return agent.Lease == raceOver }) {
+		for _, race := range slices.Clone(races) {
+			race.Early = true
+			races = append(races, race)
+		}
+	}
+
+	return races
+}
+
+// mayLock reports whether the step may lock the agent's row: because it is about the
+// agent, or because it may take the agent's slot.
+func (e *raceEvent) mayLock(agent reference.Agent) bool {
+	if e.step.Agent == agent.ID {
+		return true
+	}
+
+	return slices.ContainsFunc(e.step.Rules, func(rule raceRule) bool {
+		isCounting := rule.Running != concurrentUnlimited || rule.Tokens != concurrentUnlimited
+
+		return isCounting && agent.Identity.Contains(modelIdentity(concurrentIdentity(rule.Fields, false)))
+	})
+}
+
+// raceWaned are the states after time has passed: any of the leases that are about to be
+// over may be.
+func raceWaned(state reference.State) []reference.State {
+	waned := []reference.State{state}
+
+	for _, agent := range state.Agents() {
+		if agent.Lease != raceWaning {
+			continue
+		}
+
+		for _, state := range slices.Clone(waned) {
+			turn := reference.Turn{Agent: agent.ID, Running: agent.Running, Run: agent.Run, Lease: raceOver, Reserved: agent.Reserved}
+			later, _ := state.Step(turn)
+			waned = append(waned, later)
+		}
+	}
+
+	return waned
+}
+
+// raceFound is the end of a history: the rows that are found in the database.
+type raceFound string
+
+func (f raceFound) from(state reference.State) (possible []reference.State) {
+	for _, state := range raceWaned(state) {
+		if modelLines(state.Agents()) == string(f) {
+			possible = append(possible, state)
+		}
+	}
+
+	return possible
+}
+
+// raceOverlaps fills in which events overlap.
+func raceOverlaps(events []*raceEvent) {
+	for _, event := range events {
+		event.beside = slices.DeleteFunc(slices.Clone(events), func(other *raceEvent) bool {
+			return other == event || other.outcome.Return < event.outcome.Call || event.outcome.Return < other.outcome.Call
+		})
+	}
+}
+
+// raceSerial reports whether there is a serial history of the events in which each comes
+// to its outcome, at a moment between its call and its return, from the first state to
+// what is found.
+func raceSerial(start reference.State, events []*raceEvent, found raceFound) bool {
+	history := make([]porcupine.Operation, 0, len(events)+1)
+
+	var last int64
+
+	raceOverlaps(events)
+
+	for client, event := range events {
+		operation := porcupine.Operation{ClientId: client, Input: event, Call: event.outcome.Call, Return: event.outcome.Return}
+		if !event.changes() {
+			operation.Return = event.outcome.Verdict
+		}
+
+		history = append(history, operation)
+		last = max(last, event.outcome.Return)
+	}
+
+	history = append(history, porcupine.Operation{ClientId: len(events), Input: found, Call: last + 1, Return: last + 2})
+
+	model := porcupine.NondeterministicModel{
+		Init: func() []any { return []any{start} },
+		Step: func(state, input, _ any) (next []any) {
+			from, isState := state.(reference.State)
+			event, isEvent := input.(interface {
+				from(state reference.State) []reference.State
+			})
+
+			if !isState || !isEvent {
+				return nil
+			}
+
+			for _, state := range event.from(from) {
+				next = append(next, state)
+			}
+
+			return next
+		},
+		Equal: func(a, b any) bool {
+			one, isState := a.(reference.State)
+			other, isOther := b.(reference.State)
+
+			return isState && isOther && one.Equal(other)
+		},
+	}
+
+	return porcupine.CheckOperationsTimeout(model.ToModel(), history, raceCheckTime) == porcupine.Ok
+}
