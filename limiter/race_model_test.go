@@ -43,19 +43,44 @@ func (e *raceEvent) from(state reference.State) (possible []reference.State) {
 		for _, race := range e.races(state) {
 			next, result := state.Racing(race).Step(e.step.operation())
 
-			isIt := result.Outcome == e.outcome.Outcome && (result.Outcome != reference.Denied || result.Index == e.outcome.Denied)
-
 			switch {
-			case !isIt:
+			case !e.isResult(result):
 			case e.changes():
 				possible = append(possible, next)
 			default:
 				possible = append(possible, state)
 			}
 		}
+
+		if e.isStaleDenial(state) {
+			possible = append(possible, state)
+		}
 	}
 
 	return possible
+}
+
+func (e *raceEvent) isResult(result reference.Result) bool {
+	return result.Outcome == e.outcome.Outcome && (result.Outcome != reference.Denied || result.Index == e.outcome.Denied)
+}
+
+// isStaleDenial reports whether the event is the denial of a turn whose agent seemed to
+// have crashed, while its own run was being renewed in a transaction that had not
+// committed. An admission waits for the row and looks again. A denial does not, so it may
+// come in place of the refusal: the turn begins in neither case.
+func (e *raceEvent) isStaleDenial(state reference.State) bool {
+	isRenewed := func(other *raceEvent) bool { return other.step.Kind == raceRenew && other.step.Agent == e.step.Agent }
+	if e.step.Kind != raceBegin || e.outcome.Outcome != reference.Denied || !slices.ContainsFunc(e.beside, isRenewed) {
+		return false
+	}
+
+	state = raceEnded(state, e.step.Agent)
+
+	return slices.ContainsFunc(e.races(state), func(race reference.Race) bool {
+		_, result := state.Racing(race).Step(e.step.operation())
+
+		return e.isResult(result)
+	})
 }
 
 // races are what the others may do to a verdict: lock rows that it would take, and end
@@ -112,13 +137,20 @@ func raceWaned(state reference.State) []reference.State {
 		}
 
 		for _, state := range slices.Clone(waned) {
-			turn := reference.Turn{Agent: agent.ID, Running: agent.Running, Run: agent.Run, Lease: raceOver, Reserved: agent.Reserved}
-			later, _ := state.Step(turn)
-			waned = append(waned, later)
+			waned = append(waned, raceEnded(state, agent.ID))
 		}
 	}
 
 	return waned
+}
+
+// raceEnded is the state in which the agent's lease is over.
+func raceEnded(state reference.State, agentID string) reference.State {
+	agent, _ := state.Agent(agentID)
+	turn := reference.Turn{Agent: agent.ID, Running: agent.Running, Run: agent.Run, Lease: raceOver, Reserved: agent.Reserved}
+	ended, _ := state.Step(turn)
+
+	return ended
 }
 
 // raceFound is the end of a history: the rows that are found in the database.

@@ -65,7 +65,7 @@ func raceRevocationsOf(random *rand.Rand) (rows []raceRow, scripts []raceScript)
 	for i := range 2 + random.IntN(2) {
 		left := time.Duration(0)
 		if random.IntN(2) == 0 {
-			left = time.Millisecond + time.Duration(random.Int64N(int64(5*time.Millisecond)))
+			left = time.Millisecond + time.Duration(random.Int64N(int64(9*time.Millisecond)))
 		}
 
 		rows = append(rows, randomRaceRow(random, agents[i], left))
