@@ -52,7 +52,7 @@ func (e *raceEvent) from(state reference.State) (possible []reference.State) {
 			}
 		}
 
-		if e.isStaleDenial(state) {
+		if e.isStaleDenial(state) || e.isStaleLoss() {
 			possible = append(possible, state)
 		}
 	}
@@ -80,6 +80,15 @@ func (e *raceEvent) isStaleDenial(state reference.State) bool {
 		_, result := state.Racing(race).Step(e.step.operation())
 
 		return e.isResult(result)
+	})
+}
+
+// isStaleLoss reports whether the event is a renewal that may have found the lease over
+// while a retried Begin of its run, which had not committed, made it whole: it errs on the
+// safe side. The plugin renews no run before its Begin has returned.
+func (e *raceEvent) isStaleLoss() bool {
+	return e.step.Kind == raceRenew && e.outcome.Outcome == reference.LeaseLost && slices.ContainsFunc(e.beside, func(other *raceEvent) bool {
+		return other.step.Kind == raceBegin && other.step.Agent == e.step.Agent && other.step.Run == e.step.Run
 	})
 }
 

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -39,11 +40,11 @@ func raceTurnsOf(random *rand.Rand) (rows []raceRow, scripts []raceScript) {
 
 		switch random.IntN(8) {
 		case 0, 1, 2:
-			script = raceScript{randomRaceVerdict(random, raceStep{Kind: raceEnforce, Agent: agent})}
+			script = raceScript{randomRaceVerdict(random, rows, raceStep{Kind: raceEnforce, Agent: agent})}
 		case 3:
 			script = randomRaceWork(random, rows, renewed, client)
 		default:
-			begin := randomRaceVerdict(random, raceStep{Kind: raceBegin, Agent: agent, Run: runID, Reserve: random.Int64N(5)})
+			begin := randomRaceVerdict(random, rows, raceStep{Kind: raceBegin, Agent: agent, Run: runID, Reserve: random.Int64N(5)})
 			script = append(raceScript{begin}, randomRaceSteps(random, agent, runID, true, client)...)
 		}
 
@@ -56,8 +57,11 @@ func raceTurnsOf(random *rand.Rand) (rows []raceRow, scripts []raceScript) {
 // raceRevocationsOf returns rows of turns whose process is gone or late, and scripts of
 // verdicts that need their slots, and of what is left of the turns.
 func raceRevocationsOf(random *rand.Rand) (rows []raceRow, scripts []raceScript) {
-	if random.IntN(4) == 0 {
+	switch random.IntN(4) {
+	case 0:
 		return raceCrossingOf(random)
+	case 1:
+		return raceLateRenewalOf(random)
 	}
 
 	agents := random.Perm(raceAgents)
@@ -65,7 +69,7 @@ func raceRevocationsOf(random *rand.Rand) (rows []raceRow, scripts []raceScript)
 	for i := range 2 + random.IntN(2) {
 		left := time.Duration(0)
 		if random.IntN(2) == 0 {
-			left = time.Millisecond + time.Duration(random.Int64N(int64(9*time.Millisecond)))
+			left = randomLeft(random)
 		}
 
 		rows = append(rows, randomRaceRow(random, agents[i], left))
@@ -85,11 +89,11 @@ func raceRevocationsOf(random *rand.Rand) (rows []raceRow, scripts []raceScript)
 
 		switch random.IntN(8) {
 		case 0, 1:
-			script = raceScript{randomRaceVerdict(random, raceStep{Kind: raceEnforce, Agent: agent})}
+			script = raceScript{randomRaceVerdict(random, rows, raceStep{Kind: raceEnforce, Agent: agent})}
 		case 2, 3:
-			script = raceScript{randomRaceVerdict(random, raceStep{Kind: raceBegin, Agent: agent, Run: fmt.Sprintf("run %d", client), Reserve: random.Int64N(3)})}
+			script = raceScript{randomRaceVerdict(random, rows, raceStep{Kind: raceBegin, Agent: agent, Run: fmt.Sprintf("run %d", client), Reserve: random.Int64N(3)})}
 		case 4:
-			script = raceScript{randomRaceVerdict(random, raceStep{
+			script = raceScript{randomRaceVerdict(random, rows, raceStep{
 				Kind: raceBegin, Agent: agent, Run: fmt.Sprintf("run %d", client), Resumes: resumes, Reserve: random.Int64N(3),
 			})}
 		default:
@@ -122,12 +126,51 @@ func raceCrossingOf(random *rand.Rand) (rows []raceRow, scripts []raceScript) {
 			step.Kind, step.Run = raceBegin, fmt.Sprintf("run %d", i)
 		}
 
-		step = randomRaceVerdict(random, step)
+		step = randomRaceVerdict(random, rows, step)
 		step.Rules = []raceRule{{runningAtMost(letters[(i+1)%len(letters)], 1), concurrentUnlimited}}
 		scripts = append(scripts, raceScript{step}, randomRaceWork(random, rows, renewed, len(rows)+i))
 	}
 
 	return rows, scripts
+}
+
+// raceLateRenewalOf returns a turn whose lease ends while it is being renewed, and
+// scripts of those who take its agent for crashed, or want its slot.
+func raceLateRenewalOf(random *rand.Rand) (rows []raceRow, scripts []raceScript) {
+	agents := random.Perm(raceAgents)
+	row := randomRaceRow(random, agents[0], randomLeft(random))
+
+	scripts = append(scripts, raceScript{{
+		Kind: raceRenew, Agent: row.Agent, Run: row.Run, Nested: true,
+		Start: time.Duration(random.Int64N(int64(row.Left))), Hold: 2 * randomLeft(random),
+	}})
+
+	for client := 1; client < 5; client++ {
+		step := raceStep{Kind: raceBegin, Agent: row.Agent, Run: fmt.Sprintf("run %d", client)}
+
+		switch random.IntN(5) {
+		case 0:
+			step.Kind, step.Run = raceEnforce, ""
+		case 1:
+			step.Resumes = row.Run
+		case 2:
+			step.Run = row.Run
+		case 3:
+			step.Agent = randomAgentName(agents[1])
+		}
+
+		step = randomRaceVerdict(random, nil, step)
+		step.Rules = []raceRule{{runningAtMost(row.Fields, 1+random.Int64N(2)), concurrentUnlimited}}
+		step.Start = randomLeft(random)
+		scripts = append(scripts, raceScript{step})
+	}
+
+	return []raceRow{row}, scripts
+}
+
+// randomLeft is a time in which about half of a round happens.
+func randomLeft(random *rand.Rand) time.Duration {
+	return time.Millisecond + time.Duration(random.Int64N(int64(9*time.Millisecond)))
 }
 
 func randomRaceRow(random *rand.Rand, agent int, left time.Duration) raceRow {
@@ -158,6 +201,10 @@ func randomRaceSteps(random *rand.Rand, agent, runID string, renews bool, client
 	for range 1 + random.IntN(2) {
 		step := raceStep{Agent: agent, Run: runID, Start: randomPause(random)}
 
+		if random.IntN(4) == 0 {
+			step.Start = 3 * randomLeft(random) // after most verdicts
+		}
+
 		if step.Nested = random.IntN(2) == 0; step.Nested {
 			step.Hold = 2 * randomPause(random)
 			step.Undo = random.IntN(8) == 0
@@ -179,8 +226,9 @@ func randomRaceSteps(random *rand.Rand, agent, runID string, renews bool, client
 	return script
 }
 
-// randomRaceVerdict fills in rules and pauses.
-func randomRaceVerdict(random *rand.Rand, step raceStep) raceStep {
+// randomRaceVerdict fills in pauses, and rules on groups that as often as not have one of
+// the rows in them.
+func randomRaceVerdict(random *rand.Rand, rows []raceRow, step raceStep) raceStep {
 	step.Start = randomPause(random)
 	step.Pauses = map[testhook.Point]time.Duration{}
 
@@ -202,6 +250,10 @@ func randomRaceVerdict(random *rand.Rand, step raceStep) raceStep {
 
 	for range rules {
 		rule := raceRule{atMost(randomFields(random), concurrentUnlimited), concurrentUnlimited}
+		if len(rows) > 0 && random.IntN(2) == 0 {
+			fields := rows[random.IntN(len(rows))].Fields
+			rule.Fields = string(fields[random.IntN(len(fields))])
+		}
 
 		switch random.IntN(6) {
 		case 0:
@@ -377,6 +429,8 @@ func raceRounds(
 		for _, event := range events {
 			seen[fmt.Sprintf("%s %s", event.step.Kind, event.outcome.Outcome)]++
 		}
+
+		seen["revoked"] += strings.Count(string(found), "lease never") - strings.Count(string(found), "idle")
 	}
 
 	t.Log(seen)

@@ -147,13 +147,18 @@ func (c *call) recordTurn(tx *gorm.DB, request *request, own ownRow, begun bool)
 	}
 
 	written, err := database.Exec(tx, statement)
+	if err == nil && written == 0 && !begun {
+		// The row is live since the measurement, by a renewal that was on its way: maybe
+		// that of this very run.
+		written, err = database.Exec(tx, c.continueStatement(request))
+	}
 
 	switch {
 	case err != nil:
 		return err
 	case written > 0:
 		return nil
-	case request.turn.Resumes != "":
+	case begun, request.turn.Resumes != "":
 		return errClaimed
 	default:
 		return errLiveRun
@@ -205,9 +210,11 @@ ON CONFLICT (agent_id) DO UPDATE SET `+updates+`, lease_expires_at = ?
 WHERE NOT `+run.Live("agent", run.Now), append(vars, c.leaseEnd())...)
 }
 
-// continueStatement gives a run that had begun a whole lease again.
+// continueStatement gives a run that had begun a whole lease again. It was live when it was
+// measured. Whether it is so now is not asked again: of a row that is being renewed that
+// would be asked of the old lease. As long as nobody has taken the slot it counts.
 func (c *call) continueStatement(request *request) clause.Expression {
-	return expression("UPDATE ? AS agent SET lease_expires_at = ? WHERE ? AND agent.lease_expires_at > clock_timestamp()",
+	return expression("UPDATE ? AS agent SET lease_expires_at = ? WHERE ?",
 		clause.Table{Name: c.tables.Agents}, c.leaseEnd(), run.Run{AgentID: request.agentID, ID: request.turn.ID}.Holds())
 }
 

@@ -8,6 +8,7 @@ import (
 	"gorm.io/gorm"
 
 	"github.com/legion-gorm/legion/internal/run"
+	"github.com/legion-gorm/legion/internal/testhook"
 	"github.com/legion-gorm/legion/limiter"
 )
 
@@ -31,6 +32,44 @@ func TestABeginThatIsRetriedRevokesNothing(t *testing.T) {
 
 	require.NoError(t, admitTurn(db, "agent", begin, maxRunning(tenant, 1)))
 	require.Equal(t, before, find(t, db, "late"))
+}
+
+// A renewal that began in time may commit after the turn was measured.
+func TestATurnThatIsRenewedAtTheLastMomentIsNotBegunOver(t *testing.T) {
+	t.Parallel()
+
+	for name, test := range map[string]struct {
+		begin run.Begin
+		err   error
+	}{
+		"its own":                 {begin: run.Begin{ID: "run of agent"}},
+		"its own, resumed":        {begin: run.Begin{ID: "run of agent", Resumes: "an earlier one"}},
+		"another one":             {begin: run.Begin{ID: "new"}, err: limiter.ErrAgentRunning},
+		"the one that it resumes": {begin: run.Begin{ID: "new", Resumes: "run of agent"}, err: limiter.ErrAgentRunning},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			db := setup(t)
+			insert(t, db, turn(t, "agent", tenant, -time.Second))
+
+			renewed := time.Now().Add(time.Hour).UTC().Truncate(time.Microsecond)
+			hooks := testhook.Hooks{At: func(point testhook.Point) {
+				if point == testhook.Measured {
+					change(t, db, "agent", map[string]any{"lease_expires_at": renewed})
+				}
+			}}
+
+			test.begin.Reserve = 5
+			err := admitTurn(db.WithContext(testhook.With(t.Context(), hooks)), "agent", test.begin, recordOnly(tenant))
+			require.ErrorIs(t, err, test.err)
+
+			agent := find(t, db, "agent")
+			require.Equal(t, "run of agent", *agent.RunID)
+			require.Zero(t, agent.ReservedTokens)
+			require.Equal(t, test.err == nil, !agent.LeaseExpiresAt.Equal(renewed), "the lease is whole again")
+		})
+	}
 }
 
 // That the work cannot be resumed by anybody is said before that there is no room for it
