@@ -115,7 +115,11 @@ func openConcurrentPool(dsn string) (*gorm.DB, error) {
 
 	pool.SetMaxOpenConns(1)
 
-	return db, db.Use(racePlugin())
+	if err := db.Use(racePlugin()); err != nil {
+		return nil, err
+	}
+
+	return db, nil
 }
 
 // A concurrentProcess is a worker as its test sees it.
@@ -208,7 +212,9 @@ func (p *concurrentProcess) obey(order concurrentOrder, begun time.Time) (reply 
 
 	arrived = time.Since(begun).Nanoseconds()
 
-	return reply, sent, arrived, p.replies.Decode(&reply)
+	err = p.replies.Decode(&reply)
+
+	return reply, sent, arrived, err
 }
 
 // concurrentProcesses are workers that share the calls of a round.

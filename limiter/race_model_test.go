@@ -131,7 +131,7 @@ func (e *raceEvent) mayLock(agent reference.Agent) bool {
 	return slices.ContainsFunc(e.step.Rules, func(rule raceRule) bool {
 		isCounting := rule.Running != concurrentUnlimited || rule.Tokens != concurrentUnlimited
 
-		return isCounting && agent.Identity.Contains(modelIdentity(concurrentIdentity(rule.Fields, false)))
+		return isCounting && raceInGroup(agent, rule.Fields)
 	})
 }
 
@@ -163,16 +163,40 @@ func raceEnded(state reference.State, agentID string) reference.State {
 }
 
 // raceFound is the end of a history: the rows that are found in the database.
-type raceFound string
+type raceFound []reference.Agent
+
+func (f raceFound) String() string { return modelLines(f) }
 
 func (f raceFound) from(state reference.State) (possible []reference.State) {
 	for _, state := range raceWaned(state) {
-		if modelLines(state.Agents()) == string(f) {
+		if modelLines(state.Agents()) == f.String() {
 			possible = append(possible, state)
 		}
 	}
 
 	return possible
+}
+
+// heldTwice reports whether more than one turn of the group has been told that its lease
+// is whole. The group's limit is 1 in every rule of the round, and no turn ends.
+func (f raceFound) heldTwice(group string, events []*raceEvent) bool {
+	held := 0
+
+	for _, agent := range f {
+		isRenewed := func(event *raceEvent) bool {
+			return event.step.Kind == raceRenew && event.changes() && event.step.Agent == agent.ID && event.step.Run == agent.Run
+		}
+
+		if raceInGroup(agent, group) && agent.Running && (agent.Lease == raceWhole || slices.ContainsFunc(events, isRenewed)) {
+			held++
+		}
+	}
+
+	return held > 1
+}
+
+func raceInGroup(agent reference.Agent, group string) bool {
+	return agent.Identity.Contains(modelIdentity(concurrentIdentity(group, false)))
 }
 
 // raceOverlaps fills in which events overlap.

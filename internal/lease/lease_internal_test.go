@@ -79,7 +79,10 @@ func TestARenewalTellsWhatBecameOfEachLease(t *testing.T) {
 	require.ElementsMatch(t, []answer{
 		{run: held, renewed: true, held: true},
 		{run: locked, held: true},
-		{run: over}, {run: revoked}, {run: gone}, {run: replaced},
+		{run: over},
+		{run: revoked},
+		{run: gone},
+		{run: replaced},
 	}, answers)
 
 	var renewed []string
