@@ -63,6 +63,9 @@ type (
 		modelAppend
 
 		Run modelRun
+
+		// Retried calls are made twice.
+		Retried bool
 	}
 )
 
@@ -74,6 +77,8 @@ type modelTurnOperation interface {
 
 func (o modelBegin) isRetried() bool { return o.Retried }
 func (o modelEnd) isRetried() bool   { return o.Retried }
+
+func (o modelRecord) isRetried() bool { return o.Retried }
 
 func (o modelBegin) expected(state reference.State) reference.Operation { return o.call(state) }
 
@@ -127,7 +132,9 @@ func (o modelEnd) GoString() string {
 }
 
 // GoString is in the model's terms.
-func (o modelRecord) GoString() string { return o.expected(reference.State{}).String() }
+func (o modelRecord) GoString() string {
+	return fmt.Sprintf("%s, twice: %t", o.expected(reference.State{}), o.Retried)
+}
 
 func (o modelBegin) untouched(before, after reference.State, result reference.Result) []string {
 	return modelUntouched(o.Agent, before, after, result)
@@ -335,13 +342,17 @@ func modelDrawTurnBegin(t *rapid.T) modelBegin {
 		Rules:   modelDrawRules(t, rapid.SampledFrom([]int{1, 1, 2, 3, 0}).Draw(t, "rules")),
 		Reserve: rapid.SampledFrom([]int64{0, 1, 3, 0, 2, 6, modelHuge}).Draw(t, "reserve"),
 		Parent:  rapid.SampledFrom([]string{"", "", "", "a", "b"}).Draw(t, "parent"),
-		Retried: rapid.SampledFrom([]bool{false, false, false, true}).Draw(t, "retried"),
+		Retried: modelDrawRetried(t),
 	}
+}
+
+func modelDrawRetried(t *rapid.T) bool {
+	return rapid.SampledFrom([]bool{false, false, false, true}).Draw(t, "retried")
 }
 
 func modelDrawResume(t *rapid.T) modelOperation {
 	resume := modelDrawTurnBegin(t)
-	resume.Resume, resume.Resumes, resume.Parent = true, modelDrawRun(t, "resumes"), ""
+	resume.Resume, resume.Resumes, resume.Parent = true, rapid.SampledFrom([]modelRun{"", "", "", "one"}).Draw(t, "resumes"), ""
 
 	return resume
 }
@@ -360,9 +371,9 @@ func modelDrawConversation(t *rapid.T) modelCheckpoint {
 }
 
 func modelDrawEnd(t *rapid.T) modelOperation {
-	return modelEnd{modelCheckpoint: modelDrawConversation(t), Retried: rapid.SampledFrom([]bool{false, false, false, true}).Draw(t, "retried")}
+	return modelEnd{modelCheckpoint: modelDrawConversation(t), Retried: modelDrawRetried(t)}
 }
 
 func modelDrawRecord(t *rapid.T) modelOperation {
-	return modelRecord{modelAppend: modelDrawEntry(t), Run: modelDrawRun(t, "run")}
+	return modelRecord{modelAppend: modelDrawEntry(t), Run: modelDrawRun(t, "run"), Retried: modelDrawRetried(t)}
 }
