@@ -52,6 +52,7 @@ func TestATurnThatIsRenewedAtTheLastMomentIsNotBegunOver(t *testing.T) {
 
 			db := setup(t)
 			insert(t, db, turn(t, "agent", tenant, -time.Second))
+			require.NoError(t, limiter.Enforce(db, "other", recordOnly(tenant)), "so that the turn is measured once")
 
 			renewed := time.Now().Add(time.Hour).UTC().Truncate(time.Microsecond)
 			hooks := testhook.Hooks{At: func(point testhook.Point) {
@@ -70,6 +71,24 @@ func TestATurnThatIsRenewedAtTheLastMomentIsNotBegunOver(t *testing.T) {
 			require.Equal(t, test.err == nil, !agent.LeaseExpiresAt.Equal(renewed), "the lease is whole again")
 		})
 	}
+}
+
+// So it may while the turn waits for its own row, before it takes the slots of others.
+func TestATurnThatIsRenewedBeforeARevocationHasBegun(t *testing.T) {
+	t.Parallel()
+
+	db := setup(t)
+	insert(t, db,
+		turn(t, "agent", tenant, -time.Second), turn(t, "late", tenant, -time.Second), turn(t, "other", tenant, time.Hour))
+
+	hooks := testhook.Hooks{At: func(point testhook.Point) {
+		if point == testhook.Expired {
+			change(t, db, "agent", map[string]any{"lease_expires_at": time.Now().Add(time.Hour)})
+		}
+	}}
+
+	err := admitTurn(db.WithContext(testhook.With(t.Context(), hooks)), "agent", run.Begin{ID: "run of agent"}, maxRunning(tenant, 1))
+	require.NoError(t, err, "there is no room for another one")
 }
 
 // That the work cannot be resumed by anybody is said before that there is no room for it
