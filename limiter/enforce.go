@@ -386,7 +386,7 @@ func (c *call) decideLocked(tx *gorm.DB) (outcome, error) {
 	decided := outcome{decisions: make([]*Decision, len(c.requests)), missing: missing}
 
 	for i, request := range c.requests {
-		measurement, revoked, err := c.measureRevoking(tx, request)
+		measurement, begun, revoked, err := c.measureRevoking(tx, request)
 		if err != nil {
 			return outcome{}, err
 		}
@@ -395,13 +395,6 @@ func (c *call) decideLocked(tx *gorm.DB) (outcome, error) {
 
 		if request.keepsGroups() && !measurement.own.unchanged {
 			return outcome{moved: true}, nil
-		}
-
-		begun := false
-		if request.turn != nil {
-			if begun, err = request.mayBegin(measurement.own); err != nil {
-				return outcome{}, err
-			}
 		}
 
 		// A denial needs no registration: it changes nothing, so it is right in any
@@ -439,27 +432,49 @@ func (c *call) decideLocked(tx *gorm.DB) (outcome, error) {
 }
 
 // measureRevoking measures the request, and where slots or reservations whose lease is
-// over would deny it, takes them first. It reports whether it took any.
-func (c *call) measureRevoking(tx *gorm.DB, request *request) (measurement, bool, error) {
-	measured, err := c.measure(tx, request)
-	if err != nil || !measured.deniesButForExpired(request) {
-		return measured, false, err
+// over would deny it, takes them first. It reports whether the turn of the request has
+// begun already, which then takes nothing from others, and whether it took any.
+func (c *call) measureRevoking(tx *gorm.DB, request *request) (measured measurement, begun, revoked bool, err error) {
+	measured, begun, err = c.measureTurn(tx, request)
+	if err != nil || begun || !measured.deniesButForExpired(request) {
+		return measured, begun, false, err
 	}
 
-	if len(c.requests) == 1 {
+	if c.hooks.ExpiredAreFree {
+		measured.freeExpired()
+
+		return measured, begun, false, nil
+	}
+
+	c.hooks.Reach(testhook.Expired)
+
+	if len(c.requests) == 1 && !c.hooks.WithoutOwnRow {
 		if err := c.lockOwnRows(tx); err != nil {
-			return measurement{}, false, err
+			return measurement{}, false, false, err
 		}
 	}
 
-	revoked, err := c.revoke(tx, request, measured)
-	if err != nil {
-		return measurement{}, false, err
+	if revoked, err = c.revoke(tx, request, measured); err != nil {
+		return measurement{}, false, false, err
 	}
 
-	measured, err = c.measure(tx, request)
+	c.hooks.Reach(testhook.Revoked)
 
-	return measured, revoked, err
+	// A renewal that began in time may have kept the caller's own run alive meanwhile.
+	measured, begun, err = c.measureTurn(tx, request)
+
+	return measured, begun, revoked, err
+}
+
+// measureTurn measures the request, and reports whether its turn has begun already. The
+// error is also that of a turn that cannot begin, whatever the rules say.
+func (c *call) measureTurn(tx *gorm.DB, request *request) (measured measurement, begun bool, err error) {
+	measured, err = c.measure(tx, request)
+	if err == nil && request.turn != nil {
+		begun, err = request.mayBegin(measured.own)
+	}
+
+	return measured, begun, err
 }
 
 // withRegistry runs body once the registry is there. A database whose tables were

@@ -45,6 +45,7 @@ type ownRow struct {
 	// runID is the run that holds the row or did so last; running is the row's status.
 	runID   sql.NullString
 	running bool
+	deleted bool
 }
 
 // startedAfter reports whether the agent counts as started within a window that
@@ -145,7 +146,7 @@ func (c *call) measure(tx *gorm.DB, request *request) (measurement, error) {
 
 		err := rows.Scan(
 			&measured.now,
-			&measured.own.startedAt, &measured.own.unchanged, &measured.own.live, &measured.own.runID, &measured.own.running,
+			&measured.own.startedAt, &measured.own.unchanged, &measured.own.live, &measured.own.runID, &measured.own.running, &measured.own.deleted,
 			&group.agents,
 			&group.running, &group.expiredRunning, &group.reserved, &group.expiredReserved,
 			&group.tokens, &group.evals,
@@ -192,7 +193,7 @@ func (c *call) measureStatement(request *request) clause.Expression {
 SELECT clock.now,
   own.started_at,
   ?,
-  `+run.Live("own", "clock.now")+`, own.run_id, coalesce(own.status = 'running', false),
+  `+run.Live("own", "clock.now")+`, own.run_id, coalesce(own.status = 'running', false), own.deleted_at IS NOT NULL,
   measured.agents,
   measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
   measured.tokens, measured.evals

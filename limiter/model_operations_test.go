@@ -26,8 +26,8 @@ type modelOperation interface {
 	// GoString is how rapid prints it.
 	fmt.GoStringer
 
-	// expected is the operation in the model's terms.
-	expected(now time.Duration) reference.Operation
+	// expected is the operation in the model's terms, in the state that it meets.
+	expected(state reference.State) reference.Operation
 
 	// perform performs it in the database, and requires the result that the model had.
 	perform(t *rapid.T, m *modelMachine, expected reference.Result)
@@ -81,16 +81,19 @@ type (
 	}
 )
 
-func (o modelEnforce) expected(time.Duration) reference.Operation { return o.call() }
+func (o modelEnforce) expected(reference.State) reference.Operation { return o.call() }
 
 func (o modelEnforce) call() reference.Enforce {
-	rules := make([]reference.Rule, len(o.Rules))
+	return reference.Enforce{Agent: o.Agent, Rules: modelRules(o.Rules)}
+}
 
-	for i, rule := range o.Rules {
-		rules[i] = reference.Rule{Identity: modelIdentity(rule.Identity), Policy: modelPolicy(rule.Policy)}
+func modelRules(rules []limiter.Rule) []reference.Rule {
+	converted := make([]reference.Rule, len(rules))
+	for i, rule := range rules {
+		converted[i] = reference.Rule{Identity: modelIdentity(rule.Identity), Policy: modelPolicy(rule.Policy)}
 	}
 
-	return reference.Enforce{Agent: o.Agent, Rules: rules}
+	return converted
 }
 
 func (o modelEnforce) limitsRunning() bool {
@@ -117,28 +120,28 @@ func modelIdentity(identity limiter.Identity) reference.Identity {
 	return converted
 }
 
-func (o modelAppend) expected(now time.Duration) reference.Operation {
-	return reference.Append{Agent: o.Agent, Entry: reference.Entry{ID: o.ID, At: now - o.Ago, Tokens: o.Tokens, Evals: o.Evals}}
+func (o modelAppend) expected(state reference.State) reference.Operation {
+	return reference.Append{Agent: o.Agent, Entry: reference.Entry{ID: o.ID, At: state.Now() - o.Ago, Tokens: o.Tokens, Evals: o.Evals}}
 }
 
 // expected is that nothing changes.
-func (modelCheck) expected(time.Duration) reference.Operation { return reference.Advance{} }
+func (modelCheck) expected(reference.State) reference.Operation { return reference.Advance{} }
 
-func (o modelRelease) expected(time.Duration) reference.Operation { return reference.Release(o) }
-func (o modelIdle) expected(time.Duration) reference.Operation    { return reference.Idle(o) }
-func (o modelDelete) expected(time.Duration) reference.Operation  { return reference.Delete(o) }
-func (o modelAdvance) expected(time.Duration) reference.Operation { return reference.Advance(o) }
+func (o modelRelease) expected(reference.State) reference.Operation { return reference.Release(o) }
+func (o modelIdle) expected(reference.State) reference.Operation    { return reference.Idle(o) }
+func (o modelDelete) expected(reference.State) reference.Operation  { return reference.Delete(o) }
+func (o modelAdvance) expected(reference.State) reference.Operation { return reference.Advance(o) }
 
 func (o modelPrune) ago() time.Duration { return o.Ago + modelGrain/2 }
 
-func (o modelPrune) expected(now time.Duration) reference.Operation {
-	return reference.Prune{Before: now - o.ago()}
+func (o modelPrune) expected(state reference.State) reference.Operation {
+	return reference.Prune{Before: state.Now() - o.ago()}
 }
 
-func (o modelTurn) expected(now time.Duration) reference.Operation {
+func (o modelTurn) expected(state reference.State) reference.Operation {
 	turn := reference.Turn{Agent: o.Agent, Running: o.Running, Run: o.Run, Reserved: o.Reserved}
 	if o.HasLease {
-		turn.Lease = reference.At(now + o.Lease)
+		turn.Lease = reference.At(state.Now() + o.Lease)
 	}
 
 	return turn
@@ -151,13 +154,13 @@ func (o modelEnforce) GoString() string {
 		again = ", twice"
 	}
 
-	return fmt.Sprintf("enforce %s, %s%s, under%s", o.Agent, o.In, again, o.describeRules())
+	return fmt.Sprintf("enforce %s, %s%s, under%s", o.Agent, o.In, again, modelDescribe(o.Rules))
 }
 
-func (o modelEnforce) describeRules() string {
+func modelDescribe(rules []limiter.Rule) string {
 	var text strings.Builder
 
-	for _, rule := range o.Rules {
+	for _, rule := range rules {
 		_, _ = fmt.Fprintf(&text, "\n\t%#v %s", map[string]any(rule.Identity), modelPolicy(rule.Policy))
 	}
 
@@ -166,18 +169,18 @@ func (o modelEnforce) describeRules() string {
 
 // GoString shows the call that is not made.
 func (o modelCheck) GoString() string {
-	return fmt.Sprintf("check %s under%s", o.Agent, o.describeRules())
+	return fmt.Sprintf("check %s under%s", o.Agent, modelDescribe(o.Rules))
 }
 
 // The times that are printed are relative to now.
 
-func (o modelAppend) GoString() string  { return o.expected(0).String() }
-func (o modelRelease) GoString() string { return o.expected(0).String() }
-func (o modelIdle) GoString() string    { return o.expected(0).String() }
-func (o modelDelete) GoString() string  { return o.expected(0).String() }
-func (o modelPrune) GoString() string   { return o.expected(0).String() }
-func (o modelAdvance) GoString() string { return o.expected(0).String() }
-func (o modelTurn) GoString() string    { return o.expected(0).String() }
+func (o modelAppend) GoString() string  { return o.expected(reference.State{}).String() }
+func (o modelRelease) GoString() string { return o.expected(reference.State{}).String() }
+func (o modelIdle) GoString() string    { return o.expected(reference.State{}).String() }
+func (o modelDelete) GoString() string  { return o.expected(reference.State{}).String() }
+func (o modelPrune) GoString() string   { return o.expected(reference.State{}).String() }
+func (o modelAdvance) GoString() string { return o.expected(reference.State{}).String() }
+func (o modelTurn) GoString() string    { return o.expected(reference.State{}).String() }
 
 // modelGenerate draws an operation. What is drawn first is what failures shrink to.
 func modelGenerate() *rapid.Generator[modelOperation] {
@@ -186,6 +189,9 @@ func modelGenerate() *rapid.Generator[modelOperation] {
 		modelDrawEnforce, modelDrawAppend, modelDrawAdvance, modelDrawTurn,
 		modelDrawEnforce, modelDrawAppend, modelDrawAdvance, modelDrawCheck,
 		modelDrawEnforce, modelDrawEnforce, modelDrawEnforce, modelDrawEnforce, modelDrawEnforce, modelDrawCheck,
+		modelDrawBegin, modelDrawBegin, modelDrawBegin, modelDrawBegin, modelDrawBegin, modelDrawBegin,
+		modelDrawResume, modelDrawResume, modelDrawEnd, modelDrawEnd, modelDrawRecord, modelDrawRecord,
+		modelDrawRenew, modelDrawRenew, modelDrawCheckpoint,
 		func(t *rapid.T) modelOperation { return modelRelease{modelDrawAgent(t)} },
 		func(t *rapid.T) modelOperation { return modelIdle{modelDrawAgent(t)} },
 		func(t *rapid.T) modelOperation { return modelDelete{modelDrawAgent(t)} },
@@ -211,7 +217,9 @@ func modelDrawGrains(t *rapid.T, label string, least, most int) time.Duration {
 	return time.Duration(rapid.IntRange(least, most).Draw(t, label)) * modelGrain
 }
 
-func modelDrawAppend(t *rapid.T) modelOperation {
+func modelDrawAppend(t *rapid.T) modelOperation { return modelDrawEntry(t) }
+
+func modelDrawEntry(t *rapid.T) modelAppend {
 	return modelAppend{
 		Agent:  modelDrawAgent(t),
 		ID:     fmt.Sprintf("entry %d", rapid.IntRange(1, 50).Draw(t, "id")),
@@ -263,23 +271,29 @@ func modelDrawCall(t *rapid.T) modelEnforce {
 		Retried: rapid.SampledFrom([]bool{false, false, false, true}).Draw(t, "retried"),
 	}
 
-	agent := modelDrawFields(t)
-
 	rules := rapid.SampledFrom([]int{1, 1, 1, 2, 2, 3}).Draw(t, "rules")
 	if modelRarely(t, "no rules") {
 		rules = 0
 	}
 
-	for range rules {
+	call.Rules = modelDrawRules(t, rules)
+
+	return call
+}
+
+func modelDrawRules(t *rapid.T, count int) (rules []limiter.Rule) {
+	agent := modelDrawFields(t)
+
+	for range count {
 		fields := agent
 		if modelRarely(t, "may disagree") {
 			fields = modelDrawFields(t)
 		}
 
-		call.Rules = append(call.Rules, limiter.Rule{Identity: modelDrawIdentity(t, fields), Policy: modelDrawPolicy(t)})
+		rules = append(rules, limiter.Rule{Identity: modelDrawIdentity(t, fields), Policy: modelDrawPolicy(t)})
 	}
 
-	return call
+	return rules
 }
 
 // modelValues are the fields of identities, each with its values, each in several

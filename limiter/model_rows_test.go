@@ -40,6 +40,8 @@ type modelRow struct {
 	Version  string         `json:"version"`
 	Status   models.Status  `json:"status"`
 	Metadata *string        `json:"metadata"`
+	Parent   *string        `json:"parent"`
+	State    *string        `json:"state"`
 	Usage    []models.Usage `json:"usage"`
 	Reserved int64          `json:"reserved"`
 	Run      *string        `json:"run"`
@@ -59,6 +61,7 @@ SELECT json_build_object(
   'now', now,
   'agents', (SELECT coalesce(json_agg(json_build_object(
     'agent_id', agent_id, 'version', xmin::text || ctid::text, 'status', status, 'metadata', metadata::text, 'usage', usage,
+    'parent', parent_agent_id, 'state', convert_from(conversation_state, 'UTF8'),
     'reserved', reserved_tokens, 'run', run_id, 'lease', extract(epoch FROM now - lease_expires_at),
     'started', extract(epoch FROM now - started_at), 'updated', extract(epoch FROM now - updated_at),
     'deleted', extract(epoch FROM now - deleted_at)) ORDER BY agent_id), '[]') FROM legion_agents),
@@ -133,8 +136,10 @@ func (r modelRows) agents(t *rapid.T, now time.Duration) []reference.Agent {
 			Deleted:  moment(row.Deleted),
 		}
 
-		if row.Run != nil {
-			agent.Run = *row.Run
+		for column, field := range map[*string]*string{row.Run: &agent.Run, row.Parent: &agent.Parent, row.State: &agent.Conversation} {
+			if column != nil {
+				*field = *column
+			}
 		}
 
 		if row.Metadata != nil {

@@ -5,12 +5,14 @@ import (
 	"fmt"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"gorm.io/gorm"
 	"pgregory.net/rapid"
 
 	"github.com/legion-gorm/legion/internal/database"
+	"github.com/legion-gorm/legion/internal/fault"
 	"github.com/legion-gorm/legion/internal/reference"
 	"github.com/legion-gorm/legion/limiter"
 	"github.com/legion-gorm/legion/models"
@@ -123,29 +125,33 @@ func (m *modelMachine) reset(t *rapid.T) {
 func (m *modelMachine) perform(t *rapid.T, operation modelOperation) {
 	m.performOnce(t, operation)
 
-	if call, ok := operation.(modelEnforce); ok && call.Retried {
+	if call, ok := operation.(interface{ isRetried() bool }); ok && call.isRetried() {
 		m.performOnce(t, operation)
 	}
 }
+
+func (o modelEnforce) isRetried() bool { return o.Retried }
 
 // performOnce performs the operation on both sides and compares them.
 func (m *modelMachine) performOnce(t *rapid.T, operation modelOperation) {
 	m.performed++
 
-	expected := operation.expected(m.state.Now())
+	expected := operation.expected(m.state)
 	next, result := m.state.Step(expected)
 	operation.perform(t, m, result)
 
-	if call, ok := operation.(modelEnforce); ok {
-		m.note(call, next, result)
+	switch operation := operation.(type) {
+	case modelEnforce:
+		m.note(operation, next, result)
 
-		if call.In == modelRolledBack {
+		if operation.In == modelRolledBack {
 			next = m.state
-		} else if result.Outcome == reference.Admitted {
-			for _, rule := range result.Rules {
-				m.registered[rule.Rule.Identity.String()] = rule.Rule.Identity
-			}
+		} else {
+			m.register(result)
 		}
+	case modelTurnOperation:
+		m.noteTurn(operation, next, result)
+		m.register(result)
 	}
 
 	if _, ok := operation.(modelPrune); ok {
@@ -162,8 +168,8 @@ func (m *modelMachine) performOnce(t *rapid.T, operation modelOperation) {
 	require.Equal(t, modelLines(next.Agents()), modelLines(m.rows.agents(t, next.Now())), "rows")
 	require.Equal(t, modelSorted(m.registered), m.rows.identities(t), "registered identities")
 
-	if call, ok := operation.(modelEnforce); ok {
-		for _, agentID := range call.untouched(m.state, next, result) {
+	if operation, ok := operation.(modelWriter); ok {
+		for _, agentID := range operation.untouched(m.state, next, result) {
 			require.Equal(t, before.version(agentID), m.rows.version(agentID), "%s was written with nothing to change", agentID)
 		}
 	}
@@ -171,13 +177,29 @@ func (m *modelMachine) performOnce(t *rapid.T, operation modelOperation) {
 	m.state = next
 }
 
+// register notes the identities of an admission.
+func (m *modelMachine) register(result reference.Result) {
+	if result.Outcome != reference.Admitted {
+		return
+	}
+
+	for _, rule := range result.Rules {
+		m.registered[rule.Rule.Identity.String()] = rule.Rule.Identity
+	}
+}
+
+// A modelWriter knows which rows it must not have written.
+type modelWriter interface {
+	untouched(before, after reference.State, result reference.Result) []string
+}
+
 // modelEvents must all happen in a run.
-var modelEvents = []string{
+var modelEvents = append(modelTurnEvents,
 	"admitted", "denied", "invalid", "own transaction", "in a transaction", "rolled back",
 	"agents denied", "running agents denied", "tokens denied", "evals denied",
 	"several limits of a rule denied", "a later rule denied", "moved", "restored", "revoked", "taken over", "left to its turn",
 	"reservation counted", "sum saturated", "nothing to write",
-}
+)
 
 // note counts what the call was an example of.
 func (m *modelMachine) note(call modelEnforce, next reference.State, result reference.Result) {
@@ -246,39 +268,49 @@ func (o modelEnforce) perform(t *rapid.T, m *modelMachine, expected reference.Re
 	switch expected.Outcome {
 	case reference.Admitted:
 		require.NoError(t, err)
-		require.Equal(t, o.Agent, decision.AgentID)
-		require.Len(t, decision.Rules, len(expected.Rules))
-
-		for i, rule := range decision.Rules {
-			require.Equal(t, o.Rules[i].Identity, rule.Rule.Identity, "rule %d", i)
-			require.Equal(t, expected.Rules[i].Rule.Policy, modelPolicy(rule.Rule.Policy), "rule %d", i)
-			require.Equal(t, expected.Rules[i].Usage, reference.Usage(rule.Usage), "rule %d", i)
-			require.Equal(t, expected.Rules[i].Quotas, modelQuotas(rule.Quotas), "rule %d", i)
-		}
+		modelRequireDecision(t, expected, o.Agent, o.Rules, decision)
 	case reference.Denied:
-		require.ErrorIs(t, err, limiter.ErrExceeded)
 		require.Nil(t, decision)
 
-		var exceeded *limiter.ExceededError
-
-		require.ErrorAs(t, err, &exceeded)
-		require.Equal(t, o.Agent, exceeded.AgentID)
-		require.Equal(t, expected.Index, exceeded.RuleIndex)
-
-		rule := expected.Rules[expected.Index]
-		usage, violations := reference.Usage(exceeded.Usage), modelQuotas(exceeded.Violations)
-		modelCountOn(&usage, violations, rule.Usage.Agents)
-
-		require.Equal(t, rule.Rule.Policy, modelPolicy(exceeded.Rule.Policy))
-		require.Equal(t, rule.Usage, usage)
-		require.Equal(t, rule.Violations(), violations)
-
 		report, _ := m.state.Check(o.call())
-		require.Equal(t, report.RetryAfter, modelWait(t, exceeded.RetryAfter))
+		modelRequireDenial(t, expected, o.Agent, report.RetryAfter, err)
 	default:
 		require.ErrorIs(t, err, limiter.ErrInvalidRule)
 		require.Nil(t, decision)
 	}
+}
+
+func modelRequireDecision(t *rapid.T, expected reference.Result, agentID string, rules []limiter.Rule, decision *limiter.Decision) {
+	require.Equal(t, agentID, decision.AgentID)
+	require.Len(t, decision.Rules, len(expected.Rules))
+
+	for i, rule := range decision.Rules {
+		usage, quotas := reference.Usage(rule.Usage), modelQuotas(rule.Quotas)
+		modelCountOn(&usage, quotas, expected.Rules[i].Usage.Agents)
+
+		require.Equal(t, rules[i].Identity, rule.Rule.Identity, "rule %d", i)
+		require.Equal(t, expected.Rules[i].Rule.Policy, modelPolicy(rule.Rule.Policy), "rule %d", i)
+		require.Equal(t, expected.Rules[i].Usage, usage, "rule %d", i)
+		require.Equal(t, expected.Rules[i].Quotas, quotas, "rule %d", i)
+	}
+}
+
+func modelRequireDenial(t *rapid.T, expected reference.Result, agentID string, retryAfter time.Duration, err error) {
+	var exceeded *limiter.ExceededError
+
+	require.ErrorIs(t, err, limiter.ErrExceeded)
+	require.ErrorAs(t, err, &exceeded)
+	require.Equal(t, agentID, exceeded.AgentID)
+	require.Equal(t, expected.Index, exceeded.RuleIndex)
+
+	rule := expected.Rules[expected.Index]
+	usage, violations := reference.Usage(exceeded.Usage), modelQuotas(exceeded.Violations)
+	modelCountOn(&usage, violations, rule.Usage.Agents)
+
+	require.Equal(t, rule.Rule.Policy, modelPolicy(exceeded.Rule.Policy))
+	require.Equal(t, rule.Usage, usage)
+	require.Equal(t, rule.Violations(), violations)
+	require.Equal(t, retryAfter, modelWait(t, exceeded.RetryAfter))
 }
 
 // modelCountOn replaces a count of agents that ended early, which it may where it
@@ -349,14 +381,8 @@ func (o modelCheck) perform(t *rapid.T, m *modelMachine, _ reference.Result) {
 	}
 }
 
-// perform appends, with a time that is counted back from the database's clock.
 func (o modelAppend) perform(t *rapid.T, m *modelMachine, expected reference.Result) {
-	entry := models.Usage{ID: o.ID, TotalTokens: o.Tokens, Evals: o.Evals}
-	if o.Ago != 0 {
-		entry.At = m.rows.Now.Add(-o.Ago)
-	}
-
-	appended, err := m.store.AppendUsage(t.Context(), o.Agent, entry)
+	appended, err := m.store.AppendUsage(t.Context(), o.Agent, o.entry(m.rows.Now))
 	modelRequireOutcome(t, expected.Outcome, err)
 	require.Equal(t, expected.Outcome == reference.Done, appended)
 }
@@ -395,6 +421,12 @@ func modelRequireOutcome(t *rapid.T, expected reference.Outcome, err error) {
 		require.ErrorIs(t, err, limiter.ErrNotFound)
 	case reference.AgentRunning:
 		require.ErrorIs(t, err, limiter.ErrAgentRunning)
+	case reference.RunEnded:
+		require.ErrorIs(t, err, fault.ErrInvalidTurn)
+	case reference.LeaseLost:
+		require.ErrorIs(t, err, fault.ErrLeaseLost)
+	case reference.Invalid:
+		require.ErrorIs(t, err, limiter.ErrInvalidRule)
 	default:
 		require.NoError(t, err)
 	}
@@ -407,7 +439,9 @@ func modelPolicy(policy limiter.Policy) reference.Policy { return reference.Poli
 func modelQuotas(quotas []limiter.Quota) []reference.Quota {
 	var converted []reference.Quota
 	for _, quota := range quotas {
-		converted = append(converted, reference.Quota{Limit: reference.Limit(quota.Limit), Max: quota.Max, Used: quota.Used})
+		converted = append(converted, reference.Quota{
+			Limit: reference.Limit(quota.Limit), Max: quota.Max, Used: quota.Used, Requested: quota.Requested,
+		})
 	}
 
 	return converted

@@ -32,12 +32,14 @@ const concurrentWorkerVariable = "LEGION_LIMITER_WORKER"
 type concurrentOrder struct {
 	DSN        string                `json:"dsn,omitempty"`
 	Operations []concurrentOperation `json:"operations,omitempty"`
+	Scripts    []raceScript          `json:"scripts,omitempty"`
 }
 
 // A concurrentReply is one line from a worker. Each order is answered twice: at once,
 // which tells how its clock stands, and with the outcomes.
 type concurrentReply struct {
 	Outcomes []concurrentOutcome `json:"outcomes,omitempty"`
+	Races    [][]raceOutcome     `json:"races,omitempty"`
 }
 
 // concurrentWorker obeys orders until there are no more.
@@ -89,8 +91,11 @@ func obeyConcurrentOrders(orders *json.Decoder, replies *json.Encoder) error {
 			return err
 		}
 
-		outcomes := runConcurrently(context.Background(), pools, order.Operations, testhook.Hooks{}, begun)
-		if err := replies.Encode(concurrentReply{Outcomes: outcomes}); err != nil {
+		reply := concurrentReply{
+			Outcomes: runConcurrently(context.Background(), pools, order.Operations, testhook.Hooks{}, begun),
+			Races:    runRace(context.Background(), pools, order.Scripts, testhook.Hooks{}, begun),
+		}
+		if err := replies.Encode(reply); err != nil {
 			return err
 		}
 	}
@@ -109,6 +114,10 @@ func openConcurrentPool(dsn string) (*gorm.DB, error) {
 	}
 
 	pool.SetMaxOpenConns(1)
+
+	if err := db.Use(racePlugin()); err != nil {
+		return nil, err
+	}
 
 	return db, nil
 }
@@ -156,28 +165,8 @@ func startConcurrentProcess(t *testing.T, dsn string) *concurrentProcess {
 
 // run has the worker make the calls at once, and returns their outcomes by the test's
 // clock, which runs from begun on.
-//
-// The worker's clock starts when it has read the order, at a moment that is only known
-// to lie between the sending of the order and the arrival of the first answer. So each
-// call is taken to have begun as early, and to have ended as late, as that allows: a
-// longer interval can hide a fault, but not make one up.
 func (p *concurrentProcess) run(operations []concurrentOperation, begun time.Time) ([]concurrentOutcome, error) {
-	sent := time.Since(begun).Nanoseconds()
-
-	if err := p.orders.Encode(concurrentOrder{Operations: operations}); err != nil {
-		return nil, err
-	}
-
-	var reply concurrentReply
-	if err := p.replies.Decode(&reply); err != nil {
-		return nil, err
-	}
-
-	arrived := time.Since(begun).Nanoseconds()
-
-	if err := p.replies.Decode(&reply); err != nil {
-		return nil, err
-	}
+	reply, sent, arrived, err := p.obey(concurrentOrder{Operations: operations}, begun)
 
 	for i := range reply.Outcomes {
 		outcome := &reply.Outcomes[i]
@@ -186,7 +175,46 @@ func (p *concurrentProcess) run(operations []concurrentOperation, begun time.Tim
 		outcome.Return += arrived
 	}
 
-	return reply.Outcomes, nil
+	return reply.Outcomes, err
+}
+
+// race is run for scripts.
+func (p *concurrentProcess) race(scripts []raceScript, begun time.Time) ([][]raceOutcome, error) {
+	reply, sent, arrived, err := p.obey(concurrentOrder{Scripts: scripts}, begun)
+
+	for _, outcomes := range reply.Races {
+		for i := range outcomes {
+			outcomes[i].Call += sent
+			outcomes[i].Verdict += arrived
+			outcomes[i].Return += arrived
+		}
+	}
+
+	return reply.Races, err
+}
+
+// obey has the worker obey the order.
+//
+// The worker's clock starts when it has read the order, at a moment that is only known
+// to lie between the sending of the order and the arrival of the first answer. So each
+// call is taken to have begun as early, and to have ended as late, as that allows: a
+// longer interval can hide a fault, but not make one up.
+func (p *concurrentProcess) obey(order concurrentOrder, begun time.Time) (reply concurrentReply, sent, arrived int64, err error) {
+	sent = time.Since(begun).Nanoseconds()
+
+	if err := p.orders.Encode(order); err != nil {
+		return concurrentReply{}, 0, 0, err
+	}
+
+	if err := p.replies.Decode(&reply); err != nil {
+		return concurrentReply{}, 0, 0, err
+	}
+
+	arrived = time.Since(begun).Nanoseconds()
+
+	err = p.replies.Decode(&reply)
+
+	return reply, sent, arrived, err
 }
 
 // concurrentProcesses are workers that share the calls of a round.

@@ -30,6 +30,15 @@ func (m measurement) deniesButForExpired(request *request) bool {
 	return false
 }
 
+// freeExpired leaves expired slots and reservations out of the measurement.
+func (m measurement) freeExpired() {
+	for i := range m.groups {
+		group := &m.groups[i]
+		group.running -= group.expiredRunning
+		group.reserved -= group.expiredReserved
+	}
+}
+
 // lockOwnRows locks the rows of the call's own agents, in their order.
 //
 // Two calls that revoke could each wait for a row that the other has locked, if their
@@ -87,13 +96,25 @@ func (c *call) revoke(tx *gorm.DB, request *request, measurement measurement) (b
 
 	var expired []any
 
+	locking := clause.Locking{Strength: lockingNoKeyUpdate, Options: clause.LockingOptionsSkipLocked}
+	stillExpired := expression(" AND lease_expires_at <= clock_timestamp()")
+
+	if c.hooks.RevokeWaiting {
+		locking.Options = ""
+	}
+
 	query := tx.Table("? AS agent", agents).
 		Select("agent_id").
 		Where("agent.agent_id <> ? AND agent.status = 'running' AND agent.run_id IS NOT NULL", request.agentID).
 		Where("agent.lease_expires_at <= (SELECT clock_timestamp())").
 		Where(clause.Or(matching...)).
-		Order("agent_id").
-		Clauses(clause.Locking{Strength: lockingNoKeyUpdate, Options: clause.LockingOptionsSkipLocked})
+		Order("agent_id")
+
+	if c.hooks.RevokeUnchecked {
+		stillExpired = expression("")
+	} else {
+		query = query.Clauses(locking)
+	}
 
 	err := database.Find(query, func(rows *sql.Rows) error {
 		var agentID string
@@ -109,8 +130,7 @@ func (c *call) revoke(tx *gorm.DB, request *request, measurement measurement) (b
 	// Locking a row has read its newest version, but the condition on the lease is
 	// checked again all the same: it is what the guarantee hangs on.
 	revoked, err := database.Exec(tx, expression(
-		"UPDATE ? SET lease_expires_at = NULL WHERE agent_id IN ? AND status = 'running' AND lease_expires_at <= clock_timestamp()",
-		agents, expired))
+		"UPDATE ? SET lease_expires_at = NULL WHERE agent_id IN ? AND status = 'running'?", agents, expired, stillExpired))
 
 	return revoked > 0, err
 }

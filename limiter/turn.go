@@ -45,7 +45,7 @@ var (
 	errReservedElsewhere = fmt.Errorf("%w: Reserve needs the usage in the plugin's own table, and the turn has a Store elsewhere", fault.ErrInvalidTurn)
 	errRunEnded          = fmt.Errorf("%w: the RunID is that of a turn that has ended: give each Begin a new one, and only its retries the same", fault.ErrInvalidTurn)
 	errLiveRun           = fmt.Errorf("%w: wait for its end, or give this turn an agent of its own", fault.ErrAgentRunning)
-	errClaimed           = fmt.Errorf("%w: its interrupted run was resumed, replaced or ended meanwhile", fault.ErrAgentRunning)
+	errClaimed           = fmt.Errorf("%w: its interrupted run was resumed, replaced or ended meanwhile, or the agent was deleted", fault.ErrAgentRunning)
 )
 
 // beginTurn makes the request that of a turn.
@@ -112,10 +112,11 @@ func (c *call) readGroups(tx *gorm.DB, request *request) error {
 	return nil
 }
 
-// mayBegin reports whether the turn can begin once the rules allow it, or has begun
-// already, in an attempt whose reply was lost.
+// mayBegin reports whether the turn has begun already, in an attempt whose reply was
+// lost. The error says that it cannot begin, whatever the rules.
 func (r *request) mayBegin(own ownRow) (begun bool, err error) {
 	isOwn := own.runID.Valid && own.runID.String == r.turn.ID
+	isResumed := own.runID.Valid && own.runID.String == r.turn.Resumes
 
 	switch {
 	case isOwn && own.live:
@@ -124,7 +125,7 @@ func (r *request) mayBegin(own ownRow) (begun bool, err error) {
 		return false, errRunEnded
 	case own.live && r.turn.Resumes == "":
 		return false, errLiveRun
-	case r.turn.Resumes != "" && (own.live || !own.running || own.runID.String != r.turn.Resumes) && !isOwn:
+	case r.turn.Resumes != "" && (own.live || own.deleted || !own.running || !isOwn && !isResumed):
 		return false, errClaimed
 	default:
 		return false, nil
@@ -146,13 +147,18 @@ func (c *call) recordTurn(tx *gorm.DB, request *request, own ownRow, begun bool)
 	}
 
 	written, err := database.Exec(tx, statement)
+	if err == nil && written == 0 && !begun {
+		// The row is live since the measurement, by a renewal that was on its way: maybe
+		// that of this very run.
+		written, err = database.Exec(tx, c.continueStatement(request))
+	}
 
 	switch {
 	case err != nil:
 		return err
 	case written > 0:
 		return nil
-	case request.turn.Resumes != "":
+	case begun, request.turn.Resumes != "":
 		return errClaimed
 	default:
 		return errLiveRun
@@ -204,9 +210,11 @@ ON CONFLICT (agent_id) DO UPDATE SET `+updates+`, lease_expires_at = ?
 WHERE NOT `+run.Live("agent", run.Now), append(vars, c.leaseEnd())...)
 }
 
-// continueStatement gives a run that had begun a whole lease again.
+// continueStatement gives a run that had begun a whole lease again. It was live when it was
+// measured. Whether it is so now is not asked again: of a row that is being renewed that
+// would be asked of the old lease. As long as nobody has taken the slot it counts.
 func (c *call) continueStatement(request *request) clause.Expression {
-	return expression("UPDATE ? AS agent SET lease_expires_at = ? WHERE ? AND agent.lease_expires_at > clock_timestamp()",
+	return expression("UPDATE ? AS agent SET lease_expires_at = ? WHERE ?",
 		clause.Table{Name: c.tables.Agents}, c.leaseEnd(), run.Run{AgentID: request.agentID, ID: request.turn.ID}.Holds())
 }
 

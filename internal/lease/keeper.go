@@ -50,7 +50,7 @@ type held struct {
 func NewKeeper(length time.Duration, quotedTable string, connect database.Connect) *Keeper {
 	return &Keeper{
 		length:    length,
-		statement: renewStatement(quotedTable, length),
+		statement: RenewStatement(quotedTable, length),
 		connect:   connect,
 		held:      make(map[run.Run]*held),
 	}

@@ -49,7 +49,7 @@ func TestTheStatementIsTheGoldenFile(t *testing.T) {
 
 	expected, err := os.ReadFile(filepath.Join("testdata", "renew.sql"))
 	require.NoError(t, err)
-	require.Equal(t, strings.TrimSuffix(string(expected), "\n"), renewStatement(`"app"."Agents"`, 30*time.Second))
+	require.Equal(t, strings.TrimSuffix(string(expected), "\n"), RenewStatement(`"app"."Agents"`, 30*time.Second))
 }
 
 func TestARenewalTellsWhatBecameOfEachLease(t *testing.T) {
@@ -71,7 +71,7 @@ func TestARenewalTellsWhatBecameOfEachLease(t *testing.T) {
 	t.Cleanup(func() { tx.Rollback() })
 	require.NoError(t, tx.Exec("SELECT FROM legion_agents WHERE agent_id = 'locked' FOR UPDATE").Error)
 
-	renewer := renewer{length: longest, statement: renewStatement("legion_agents", time.Hour), connect: connect}
+	renewer := renewer{length: longest, statement: RenewStatement("legion_agents", time.Hour), connect: connect}
 	t.Cleanup(renewer.close)
 
 	answers, err := renewer.renew(t.Context(), []run.Run{held, locked, over, revoked, gone, replaced})
@@ -97,7 +97,7 @@ func TestARenewalWorksWhateverTheDefaultIsolation(t *testing.T) {
 	kept := run.Run{AgentID: "a", ID: "1"}
 	insertRun(t, db, kept, time.Minute)
 
-	renewer := renewer{length: longest, statement: renewStatement("legion_agents", time.Hour), connect: connect, begins: true}
+	renewer := renewer{length: longest, statement: RenewStatement("legion_agents", time.Hour), connect: connect, begins: true}
 	t.Cleanup(renewer.close)
 
 	answers, err := renewer.renew(t.Context(), []run.Run{kept})

@@ -34,8 +34,9 @@ type answer struct {
 	renewed, held bool
 }
 
-// renewStatement renews every lease that it finds, in one statement however many there
-// are. Its parameters are the agents' IDs and, in the same order, the runs'.
+// RenewStatement renews every lease that it finds, in one statement however many there
+// are. Its parameters are the agents' IDs and, in the same order, the runs'. Its rows are
+// these again, whether the lease is whole now, and if not whether it is held all the same.
 //
 // It waits for nobody's row: that would hold up the other leases. SKIP LOCKED passes over
 // what is locked, which the answer tells from what is lost. NO KEY is for rows that
@@ -46,7 +47,7 @@ type answer struct {
 // version, with the clock of that moment. A lease that was over or revoked then stays so.
 //
 // Only the lease changes, which no index has, so that the update is heap-only.
-func renewStatement(quotedTable string, length time.Duration) string {
+func RenewStatement(quotedTable string, length time.Duration) string {
 	return fmt.Sprintf(`WITH asked AS (
   SELECT agent_id, run_id FROM unnest($1::text[], $2::text[]) AS asked (agent_id, run_id)
 ), locked AS MATERIALIZED (

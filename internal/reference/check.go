@@ -29,7 +29,7 @@ type Standing struct {
 // rules are invalid.
 func (s State) Check(call Enforce) (Report, bool) {
 	rules, _, valid := s.prepare(call.Rules)
-	if !valid {
+	if !valid || len(rules) == 0 {
 		return Report{}, false
 	}
 
@@ -37,7 +37,7 @@ func (s State) Check(call Enforce) (Report, bool) {
 	report := Report{Allowed: result.Outcome == Admitted}
 
 	if !report.Allowed {
-		report.RetryAfter = s.retryAfter(call, rules)
+		report.RetryAfter = s.retryAfter(call, call.Agent, rules)
 	}
 
 	caller, _ := s.Agent(call.Agent)
@@ -64,9 +64,17 @@ func (s State) Check(call Enforce) (Report, bool) {
 	return report, true
 }
 
+// RetryAfter is the shortest wait after which the turn begins if nothing else happens.
+// Zero: at once, or never.
+func (s State) RetryAfter(turn Begin) time.Duration {
+	rules, _, _ := s.prepare(turn.Rules)
+
+	return s.retryAfter(turn, turn.Agent, turn.counted(rules))
+}
+
 // retryAfter tries every moment at which something of the groups ceases to count.
-func (s State) retryAfter(call Enforce, rules []Rule) time.Duration {
-	caller, _ := s.Agent(call.Agent)
+func (s State) retryAfter(call Operation, agent string, rules []Rule) time.Duration {
+	caller, _ := s.Agent(agent)
 
 	var moments []time.Duration
 

@@ -41,6 +41,21 @@
 // whose lease is over, then every such slot in the groups of rules that count slots or
 // reservations is revoked, and the call is measured again. A denial undoes that.
 //
+// # Turns
+//
+//   - Begin of an agent that is live under another run is refused before any denial, and
+//     so is Resume of a run that is not interrupted, or whose agent is deleted.
+//   - Begin of the run that is live already is a retry: no verdict, and the lease is
+//     whole again. A run that has ended does not begin again.
+//   - Otherwise Begin is decided like an enforce, with the tokens that it reserves: what
+//     is used and what is requested may together reach the limit. Resume checks running
+//     agents only, and tokens if it reserves some: the rest is counted already.
+//   - Then the run has the row, with a lease and its reservation. Without rules it is
+//     not limited, and the agent stays in its groups.
+//   - Renew needs the run and a lease that is not over. End and Checkpoint need the run
+//     and a lease, over or not. Record needs nothing, and lowers what the run reserves.
+//   - End leaves the run on the idle row, so that it can be called again.
+//
 // # What it leaves out
 //
 // Time passes only by [Advance]. Folding of usage, the registry of identities,

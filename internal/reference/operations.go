@@ -18,7 +18,9 @@ const (
 	Done         Outcome = "done"          // anything but a verdict
 	Recorded     Outcome = "recorded"      // a usage entry that was there already
 	NotFound     Outcome = "not found"     // no such agent
-	AgentRunning Outcome = "agent running" // its slot belongs to a live turn
+	AgentRunning Outcome = "agent running" // its slot belongs to a live turn, or its run cannot be resumed
+	RunEnded     Outcome = "run ended"     // a run cannot begin after its end
+	LeaseLost    Outcome = "lease lost"    // the run does not hold its row
 )
 
 // Result is what an operation reports.
@@ -39,7 +41,12 @@ type Operation interface {
 }
 
 // Step returns the state after the operation. s itself stays as it is.
-func (s State) Step(operation Operation) (State, Result) { return operation.apply(s) }
+func (s State) Step(operation Operation) (State, Result) {
+	next, result := operation.apply(s)
+	next.race = Race{}
+
+	return next, result
+}
 
 // Enforce is an admission or a denial.
 type Enforce struct {
@@ -82,18 +89,19 @@ type Turn struct {
 func (o Enforce) apply(state State) (State, Result) { return state.enforce(o) }
 
 func (o Append) apply(state State) (State, Result) {
-	return state.update(o.Agent, func(agent Agent) (Agent, Outcome) {
-		if slices.ContainsFunc(agent.Usage, func(entry Entry) bool { return entry.ID == o.Entry.ID }) {
-			return agent, Recorded
-		}
+	return state.update(o.Agent, func(agent Agent) (Agent, Outcome) { return agent.append(o.Entry, state.now) })
+}
 
-		entry := o.Entry
-		entry.At = min(entry.At, state.now)
-		agent.Usage = append(slices.Clip(agent.Usage), entry)
-		agent.Updated = state.now
+func (a Agent) append(entry Entry, now time.Duration) (Agent, Outcome) {
+	if slices.ContainsFunc(a.Usage, func(recorded Entry) bool { return recorded.ID == entry.ID }) {
+		return a, Recorded
+	}
 
-		return agent, Done
-	})
+	entry.At = min(entry.At, now)
+	a.Usage = append(slices.Clip(a.Usage), entry)
+	a.Updated = now
+
+	return a, Done
 }
 
 func (o Release) apply(state State) (State, Result) {

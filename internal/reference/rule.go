@@ -43,6 +43,9 @@ type Usage struct {
 type Quota struct {
 	Limit     Limit
 	Max, Used int64
+
+	// Requested is what the caller asks for on top: the tokens that a turn reserves.
+	Requested int64
 }
 
 // violated reports whether the limit denies.
@@ -53,6 +56,10 @@ func (q Quota) violated() bool {
 
 	if q.Limit == Agents || q.Limit == RunningAgents {
 		return q.Used > q.Max
+	}
+
+	if q.Requested > 0 {
+		return q.Requested > q.Max-q.Used // the sum may be beyond what can be counted
 	}
 
 	return q.Used >= q.Max

@@ -41,6 +41,9 @@ type Entry struct {
 type Agent struct {
 	ID string
 
+	// Parent is the agent whose turn began this one's. Empty: none did.
+	Parent string
+
 	// Identity is the merged identity of the rules. Nil: it was never limited.
 	Identity Identity
 
@@ -61,6 +64,9 @@ type Agent struct {
 
 	// Usage is in the order of the appends.
 	Usage []Entry
+
+	// Conversation is what a checkpoint has left.
+	Conversation string
 
 	// Updated is the last change to anything but a slot, or the last release.
 	Updated time.Duration
@@ -86,11 +92,11 @@ func (a Agent) expired(now time.Duration) bool {
 
 // Equal reports whether the rows are the same.
 func (a Agent) Equal(b Agent) bool {
-	return a.ID == b.ID &&
+	return a.ID == b.ID && a.Parent == b.Parent &&
 		(a.Identity == nil) == (b.Identity == nil) && slices.Equal(a.Identity, b.Identity) &&
 		a.Started == b.Started &&
 		a.Running == b.Running && a.Run == b.Run && a.Lease == b.Lease && a.Reserved == b.Reserved &&
-		slices.Equal(a.Usage, b.Usage) &&
+		slices.Equal(a.Usage, b.Usage) && a.Conversation == b.Conversation &&
 		a.Updated == b.Updated &&
 		a.Deleted == b.Deleted
 }
@@ -111,6 +117,14 @@ func (a Agent) String() string {
 		_, _ = fmt.Fprintf(&text, " %q@%s:%d,%d", entry.ID, entry.At, entry.Tokens, entry.Evals)
 	}
 
+	if a.Parent != "" {
+		_, _ = fmt.Fprintf(&text, " under %s", a.Parent)
+	}
+
+	if a.Conversation != "" {
+		_, _ = fmt.Fprintf(&text, " in %q", a.Conversation)
+	}
+
 	if a.Deleted.Known {
 		_, _ = fmt.Fprintf(&text, " deleted %s", a.Deleted)
 	}
@@ -120,7 +134,7 @@ func (a Agent) String() string {
 
 // Settings are the plugin's.
 type Settings struct {
-	// Lease is how long an unowned slot lasts.
+	// Lease is how long a slot lasts.
 	Lease time.Duration
 
 	// Default stands in for zero policies. Nil: they are invalid.
@@ -135,6 +149,26 @@ type State struct {
 	// agents are sorted by ID. The slice and what it points to are shared between
 	// states, so every change is made in a copy.
 	agents []Agent
+
+	race Race
+}
+
+// Race is what others do to a verdict while it is reached. A verdict that has none
+// revokes every slot that it may, if that decides.
+type Race struct {
+	// Locked are agents whose rows somebody has locked: a revocation passes over them.
+	Locked []string
+
+	// Early says that a violated limit counted an expired slot when the revocation
+	// began, and that what made that so has ended before the verdict.
+	Early bool
+}
+
+// Racing is the state in which the next operation meets this race.
+func (s State) Racing(race Race) State {
+	s.race = race
+
+	return s
 }
 
 // New is the state with no rows, at the time 0.

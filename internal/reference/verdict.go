@@ -33,17 +33,39 @@ func (m Measured) Violations() []Quota {
 // enforce admits the agent and records it, or changes nothing.
 func (s State) enforce(call Enforce) (State, Result) {
 	rules, merged, valid := s.prepare(call.Rules)
-	if !valid {
+	if !valid || len(rules) == 0 {
 		return s, Result{Outcome: Invalid}
 	}
 
 	caller, _ := s.Agent(call.Agent)
-	next := s
-	measured := next.measure(caller, rules)
 
-	if s.expiredDecide(caller, measured) {
-		next = next.revoke(caller, rules)
-		measured = next.measure(caller, rules)
+	next, result := s.decide(caller, rules, 0)
+	if result.Outcome == Denied {
+		return s, result
+	}
+
+	if !caller.Started.Known || caller.Deleted.Known || caller.Identity == nil || !slices.Equal(caller.Identity, merged) {
+		caller.Updated = s.now
+	}
+
+	caller = caller.joining(merged, s.now)
+
+	if limitsRunning(rules) && !caller.live(s.now) {
+		caller.Running, caller.Run, caller.Reserved = true, "", 0
+		caller.Lease = At(s.now + s.settings.Lease)
+	}
+
+	return next.with(caller), result
+}
+
+// decide measures the rules with what the caller reserves, and revokes where that
+// decides. The state is the one with the revocations.
+func (s State) decide(caller Agent, rules []Rule, reserve int64) (State, Result) {
+	measured := s.measure(caller, rules, reserve)
+
+	if s.race.Early || s.expiredDecide(caller, measured) {
+		s = s.revoke(caller, rules)
+		measured = s.measure(caller, rules, reserve)
 	}
 
 	for i, rule := range measured {
@@ -52,23 +74,19 @@ func (s State) enforce(call Enforce) (State, Result) {
 		}
 	}
 
-	if !caller.Started.Known || caller.Deleted.Known || caller.Identity == nil || !slices.Equal(caller.Identity, merged) {
-		caller.Updated = s.now
+	return s, Result{Outcome: Admitted, Rules: measured}
+}
+
+// joining is the agent in the groups of the merged identity. It starts unless it has.
+func (a Agent) joining(merged Identity, now time.Duration) Agent {
+	a.Identity = merged
+	a.Deleted = Moment{}
+
+	if !a.Started.Known {
+		a.Started = At(now)
 	}
 
-	caller.Identity = merged
-	caller.Deleted = Moment{}
-
-	if !caller.Started.Known {
-		caller.Started = At(s.now)
-	}
-
-	if limitsRunning(rules) && !caller.live(s.now) {
-		caller.Running, caller.Run, caller.Reserved = true, "", 0
-		caller.Lease = At(s.now + s.settings.Lease)
-	}
-
-	return next.with(caller), Result{Outcome: Admitted, Rules: measured}
+	return a
 }
 
 // prepare fills in the default policy and merges the identities.
@@ -88,7 +106,7 @@ func (s State) prepare(given []Rule) (rules []Rule, merged Identity, valid bool)
 		rules = append(rules, rule)
 	}
 
-	return rules, merged, len(rules) > 0
+	return rules, merged, true
 }
 
 func limitsRunning(rules []Rule) bool {
@@ -96,7 +114,7 @@ func limitsRunning(rules []Rule) bool {
 }
 
 // measure counts what each rule's group uses with the caller admitted.
-func (s State) measure(caller Agent, rules []Rule) []Measured {
+func (s State) measure(caller Agent, rules []Rule, reserve int64) []Measured {
 	measured := make([]Measured, len(rules))
 
 	for i, rule := range rules {
@@ -110,6 +128,10 @@ func (s State) measure(caller Agent, rules []Rule) []Measured {
 				Tokens:        add(usage.Tokens, usage.ReservedTokens),
 				Evals:         usage.Evals,
 			}[quotas[n].Limit]
+
+			if quotas[n].Limit == Tokens {
+				quotas[n].Requested = reserve
+			}
 		}
 
 		measured[i] = Measured{Rule: rule, Usage: usage, Quotas: quotas}
@@ -230,7 +252,7 @@ func (s State) revoke(caller Agent, rules []Rule) State {
 		}
 
 		for _, agent := range s.others(caller, rule.Identity) {
-			if agent.expired(s.now) {
+			if agent.expired(s.now) && !slices.Contains(s.race.Locked, agent.ID) {
 				agent.Lease = Moment{}
 				s = s.with(agent)
 			}

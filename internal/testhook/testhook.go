@@ -13,6 +13,8 @@ type Point string
 const (
 	FieldLocks    Point = "field locks"
 	IdentityLocks Point = "identity locks"
+	Expired       Point = "expired" // only where expired slots are about to be taken
+	Revoked       Point = "revoked" // only then
 	Measured      Point = "measured"
 	Recorded      Point = "recorded"
 )
@@ -42,6 +44,19 @@ type Hooks struct {
 	// RegisterInside registers identities in the admission's own transaction, under
 	// locks that it then keeps, as it is done inside a caller's transaction.
 	RegisterInside bool
+
+	// ExpiredAreFree counts slots and reservations whose lease is over as free, and does
+	// not take them.
+	ExpiredAreFree bool
+
+	// RevokeUnchecked takes them as they were found, and does not lock them and look again.
+	RevokeUnchecked bool
+
+	// RevokeWaiting waits for rows that others have locked.
+	RevokeWaiting bool
+
+	// WithoutOwnRow does not lock the call's own row before those of others.
+	WithoutOwnRow bool
 }
 
 type key struct{}

@@ -15,7 +15,7 @@ WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
 SELECT clock.now,
   own.started_at,
   coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
-  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false), own.run_id, coalesce(own.status = 'running', false),
+  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false), own.run_id, coalesce(own.status = 'running', false), own.deleted_at IS NOT NULL,
   measured.agents,
   measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
   measured.tokens, measured.evals
