@@ -2,7 +2,6 @@ package limiter_test
 
 import (
 	"errors"
-	"fmt"
 	"slices"
 	"testing"
 	"time"
@@ -23,7 +22,8 @@ const (
 	// modelOperations is how many operations a run performs in all.
 	modelOperations = 20_000
 
-	// modelDatabases share them, one at a time in each.
+	// modelDatabases share them, one at a time in each: one decides by statements, the other
+	// by the server's function.
 	modelDatabases = 2
 
 	// modelStretches is how many times 30 operations a sequence has, on average. With
@@ -45,11 +45,11 @@ func TestVerdictsFiguresAndRowsAgreeWithTheReferenceModel(t *testing.T) {
 
 	share := concurrentCount(t, modelOperations) / modelDatabases
 
-	for i := range modelDatabases {
-		t.Run(fmt.Sprintf("database %d", i+1), func(t *testing.T) {
+	for path, byFunction := range map[string]bool{"statements": false, "the server's function": true} {
+		t.Run(path, func(t *testing.T) {
 			t.Parallel()
 
-			machine := modelSetup(t)
+			machine := modelSetup(t, byFunction)
 			operations := modelGenerate()
 
 			for machine.performed < share {
@@ -92,14 +92,20 @@ type modelMachine struct {
 	seen      map[string]int
 }
 
-func modelSetup(t *testing.T) *modelMachine {
+func modelSetup(t *testing.T, byFunction bool) *modelMachine {
 	t.Helper()
 
 	db := setup(t)
-	require.NoError(t, db.Use(modelPlugin{plugin{
-		settings: database.Settings{Lease: modelLease},
+	used := modelPlugin{plugin{
+		settings: database.Settings{Lease: modelLease, ServerFunction: byFunction},
 		policy:   new(modelDefaultPolicy()),
-	}}))
+	}}
+
+	if byFunction {
+		useFunction(t, db, used.plugin)
+	}
+
+	db.Plugins[used.Name()] = used
 
 	return &modelMachine{db: db, store: store.For[models.LegionAgent](db), seen: make(map[string]int)}
 }

@@ -71,22 +71,22 @@ BEGIN
     INSERT INTO {{identities}} (identity) VALUES (v_own.identity) ON CONFLICT (identity) DO NOTHING;
   END LOOP;
 
-  -- 4. Measure, and 3. revoke where expired slots decide.
-  v_measured := {{measure}}(v_agent, v_merged, v_rules, v_requested);
+  -- 4. Measure, and 3. revoke where expired slots decide; then measure again. Whether the
+  -- turn has begun already, or cannot, comes before the rules.
+  FOR v_round IN 1..2 LOOP
+    v_measured := {{measure}}(v_agent, v_merged, v_rules, v_requested) || jsonb_build_object('waited', v_waited);
+    v_begun := v_turn IS NOT NULL AND (v_measured -> 'live')::boolean AND v_measured ->> 'run_id' = v_turn ->> 'run_id';
 
-  IF (v_measured -> 'revocable')::boolean THEN
+    IF v_turn IS NOT NULL AND NOT v_begun AND ((v_measured -> 'live')::boolean
+      OR v_measured ->> 'run_id' = v_turn ->> 'run_id' AND NOT (v_measured -> 'running')::boolean) THEN
+      RAISE EXCEPTION USING ERRCODE = 'LG004', MESSAGE = 'the turn cannot begin', DETAIL = v_measured::text;
+    END IF;
+
+    EXIT WHEN v_round = 2 OR v_begun OR NOT (v_measured -> 'revocable')::boolean;
+
     PERFORM FROM {{agents}} AS agent WHERE agent.agent_id = v_agent FOR NO KEY UPDATE;
     v_revoked := {{revoke}}(v_agent, v_rules, v_measured -> 'groups');
-    v_measured := {{measure}}(v_agent, v_merged, v_rules, v_requested);
-  END IF;
-
-  v_measured := v_measured || jsonb_build_object('waited', v_waited);
-  v_begun := v_turn IS NOT NULL AND (v_measured -> 'live')::boolean AND v_measured ->> 'run_id' = v_turn ->> 'run_id';
-
-  IF v_turn IS NOT NULL AND NOT v_begun AND ((v_measured -> 'live')::boolean
-    OR v_measured ->> 'run_id' = v_turn ->> 'run_id' AND NOT (v_measured -> 'running')::boolean) THEN
-    RAISE EXCEPTION USING ERRCODE = 'LG004', MESSAGE = 'the turn cannot begin', DETAIL = v_measured::text;
-  END IF;
+  END LOOP;
 
   IF (v_measured -> 'denied')::boolean AND NOT v_begun THEN
     RAISE EXCEPTION USING ERRCODE = 'LG001', MESSAGE = 'a limit is exceeded', DETAIL = v_measured::text;
@@ -94,9 +94,7 @@ BEGIN
 
   -- 5. Write. See record.go and turn.go for the conditions.
   IF v_begun THEN
-    UPDATE {{agents}} AS agent SET lease_expires_at = clock_timestamp() + v_lease
-    WHERE agent.agent_id = v_agent AND agent.run_id = v_turn ->> 'run_id' AND agent.status = 'running' AND agent.lease_expires_at > clock_timestamp();
-    GET DIAGNOSTICS v_written = ROW_COUNT;
+    v_written := 0; -- it is given a whole lease below
   ELSIF v_turn IS NOT NULL THEN
     INSERT INTO {{agents}} AS agent
       (agent_id, metadata, started_at, created_at, updated_at, status, run_id, reserved_tokens, lease_expires_at, agent_type, parent_agent_id)
@@ -134,7 +132,14 @@ BEGIN
   END IF;
 
   IF v_written = 0 THEN
-    -- The run was renewed at the last moment, or is gone.
+    -- The turn had begun; or its row is live since the measurement, by a renewal that was
+    -- on its way, maybe that of this very run.
+    UPDATE {{agents}} AS agent SET lease_expires_at = clock_timestamp() + v_lease
+    WHERE agent.agent_id = v_agent AND agent.run_id = v_turn ->> 'run_id' AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL;
+    GET DIAGNOSTICS v_written = ROW_COUNT;
+  END IF;
+
+  IF v_written = 0 THEN
     RAISE EXCEPTION USING ERRCODE = 'LG005', MESSAGE = 'the agent is running another turn';
   END IF;
 
