@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 	"strings"
 )
 
@@ -167,7 +168,7 @@ func (b benchmark) title(step step) string {
 
 // thousands writes 10000 as 10,000.
 func thousands(number int) string {
-	text := fmt.Sprint(number)
+	text := strconv.Itoa(number)
 
 	var parts []string
 	for len(text) > 3 {

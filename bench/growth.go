@@ -55,14 +55,14 @@ func largeTenant(session *session, _, _ int) []limiter.Rule {
 	}
 
 	return []limiter.Rule{{
-		Identity: limiter.Identity{"tenant": "large"},
+		Identity: limiter.Identity{tenantField: "large"},
 		Policy:   limiter.Policy{Window: window, MaxAgents: limiter.Max(maxAgents)},
 	}}
 }
 
 func busyTenant(*session, int, int) []limiter.Rule {
 	return []limiter.Rule{{
-		Identity: limiter.Identity{"tenant": "busy"},
+		Identity: limiter.Identity{tenantField: "busy"},
 		Policy:   limiter.Policy{Window: time.Hour, MaxTokens: limiter.Max(plenty)},
 	}}
 }
@@ -113,7 +113,7 @@ func conversationSteps(sizes []int) []step {
 		before = size
 
 		steps = append(steps, step{
-			label: fmt.Sprintf("group of %s", thousands(size)), axis: axisConversation, at: size,
+			label: "group of " + thousands(size), axis: axisConversation, at: size,
 			prepare: func(ctx context.Context, scene *scene) error {
 				if err := scene.execute(ctx, `
 INSERT INTO legion_agents (agent_id, metadata, started_at, usage)

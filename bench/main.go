@@ -80,7 +80,7 @@ func parseOptions(arguments []string, stderr io.Writer) (options, error) {
 	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	flags.IntVar(&options.rounds, "rounds", minimumRounds, "rounds of each benchmark, of which the medians are shown")
-	flags.StringVar(&options.out, "out", "", "the folder to write performance.md, performance.json and growth.svg to (default: the table goes to the terminal only)")
+	flags.StringVar(&options.out, "out", "", "the folder to write "+tableFile+", "+jsonFile+" and "+plotFile+" to (default: a table on the terminal only)")
 	flags.BoolVar(&options.quick, "quick", false, "one short round of each on small tables: whether it runs, not how fast")
 	flags.StringVar(&options.plot, "plot", "", "draw growth.svg in this folder from its performance.json, and measure nothing")
 	flags.DurationVar(&options.steady, "steady", 0, "for so long, watch the tables under steady load, and measure nothing else")
@@ -131,15 +131,15 @@ func execute(ctx context.Context, options options, stdout, progress io.Writer) (
 	}
 	defer func() { err = errors.Join(err, server.Stop()) }()
 
-	if options.steady > 0 {
-		return steady(ctx, server, options.steady, stdout)
-	}
-
 	scale := fullScale
 	scale.rounds = options.rounds
 
 	if options.quick {
 		scale = quickScale
+	}
+
+	if options.steady > 0 {
+		return steady(ctx, server, options.steady, scale, stdout)
 	}
 
 	report, err := measureAll(ctx, &harness{server: server, scale: scale, progress: progress}, options.run)

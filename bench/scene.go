@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/stdlib"
@@ -15,6 +16,9 @@ import (
 	"github.com/legion-gorm/legion/bench/internal/measure"
 	"github.com/legion-gorm/legion/internal/pgtest"
 )
+
+// shutdownTime is how long a plugin may take to end its turns.
+const shutdownTime = 10 * time.Second
 
 // A scene is the database of one benchmark, which its contenders share: they find the same
 // tables, as large and as worn.
@@ -116,7 +120,11 @@ func (s *scene) begin(ctx context.Context, contender contender, connections int,
 	session.plugin = legion.New(append([]legion.Option{legion.WithObserver(nil)}, contender.path.options...)...)
 
 	closeSession = func() error {
-		return errors.Join(session.plugin.Shutdown(context.WithoutCancel(ctx)), closeDB())
+		// Shutdown ends what has not ended by then.
+		ending, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownTime)
+		defer cancel()
+
+		return errors.Join(session.plugin.Shutdown(ending), closeDB())
 	}
 
 	if err := errors.Join(db.Use(session.plugin), legion.Migrate(db)); err != nil {

@@ -29,13 +29,16 @@ func allLimits() limiter.Policy {
 	}
 }
 
-// The names of the groups that the tables are prepared with.
+// tenantField is in the identities of most rules here.
+const tenantField = "tenant"
+
+// The groups that the tables are prepared with.
 func tenant(number int) limiter.Identity {
-	return limiter.Identity{"tenant": fmt.Sprintf("tenant %d", number)}
+	return limiter.Identity{tenantField: fmt.Sprintf("tenant %d", number)}
 }
 
 func hotTenant(contender string, batch int) limiter.Identity {
-	return limiter.Identity{"tenant": agentName("hot "+contender, batch)}
+	return limiter.Identity{tenantField: agentName("hot "+contender, batch)}
 }
 
 // oneRule spreads the calls over the groups.
@@ -48,7 +51,7 @@ func threeRules(session *session, _, number int) []limiter.Rule {
 
 	return []limiter.Rule{
 		{Name: "ip", Identity: limiter.Identity{"ip": fmt.Sprintf("ip %d", group)}, Policy: allLimits()},
-		{Name: "tenant", Identity: tenant(group), Policy: allLimits()},
+		{Name: tenantField, Identity: tenant(group), Policy: allLimits()},
 		{Name: "email", Identity: limiter.Identity{"email": fmt.Sprintf("email %d", group)}, Policy: allLimits()},
 	}
 }
@@ -60,11 +63,11 @@ func oneHotIdentity(session *session, batch, _ int) []limiter.Rule {
 }
 
 func oneFullIdentity(*session, int, int) []limiter.Rule {
-	return []limiter.Rule{{Identity: limiter.Identity{"tenant": "full"}, Policy: agentsOnly(fullGroup)}}
+	return []limiter.Rule{{Identity: limiter.Identity{tenantField: "full"}, Policy: agentsOnly(fullGroup)}}
 }
 
 func newIdentity(session *session, _, number int) []limiter.Rule {
-	return []limiter.Rule{{Identity: limiter.Identity{"tenant": agentName("first "+session.name, number)}, Policy: agentsOnly(plenty)}}
+	return []limiter.Rule{{Identity: limiter.Identity{tenantField: agentName("first "+session.name, number)}, Policy: agentsOnly(plenty)}}
 }
 
 func verdictBenchmarks(scale scale) []benchmark {

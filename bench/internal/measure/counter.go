@@ -30,7 +30,7 @@ func (c *Counter) Watch(config *pgx.ConnConfig) {
 	config.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
 		opened, err := dial(ctx, network, address)
 		if err != nil {
-			return nil, err //nolint:wrapcheck // pgx explains the errors of its own dialler
+			return nil, err
 		}
 
 		return &connection{Conn: opened, roundTrips: &c.roundTrips}, nil
