@@ -119,7 +119,7 @@ func TestStatementsOfFloorsAndOthersAreThoseOfTheirText(t *testing.T) {
 		// BEGIN, the statement, COMMIT.
 		oneRuleName: {nameA: 3, tokenBucket: 3, originalDesign: 5},
 		// And 3 locks and 3 times 4 queries.
-		threeRulesName: {nameA: 3, originalDesign: 18},
+		threeRulesName:                                  {nameA: 3, originalDesign: 18},
 		"one hot identity, 4 callers, admitted":         {nameB: 3},
 		"one hot identity, 4 callers, denied":           {nameB: 3, tokenBucket: 3, originalDesign: 5},
 		"append of one usage, 10 requests recorded":     {nameC: 1, originalDesign: 1},

@@ -22,6 +22,10 @@ absolute, the microseconds, is there for orientation only.
 
 `, r.date.Format(time.DateOnly), r.scale.rounds, strings.Join(r.versions, "\n- "), strings.Join(r.settings, ", "))
 
+	if r.scale.rounds < minimumRounds {
+		text.WriteString("**A quick run on small tables, to see whether it runs: the times say nothing.**\n\n")
+	}
+
 	text.WriteString(r.table())
 	text.WriteString(r.sizesTable())
 
@@ -124,7 +128,8 @@ is one row with a rate and a burst in a plain transaction. It knows one key and 
 - **Budget.** Round trips, statements, WAL, flushes, buffers and allocations are what one call of one caller takes, the median of %d (allocations: the
   mean). They do not depend on the speed of the machine. A round trip is a wait for an answer after something was sent, counted
   at the socket. Statements are those that the driver sends, BEGIN and COMMIT among them. WAL bytes are what the write-ahead log grows by;
-  a flush is a wait until it is on the disk. Buffers are pages of 8 KiB that the server looks at, cached or not. Allocations are the client's.
+  a flush is a wait until it is on the disk. Both are counted for the whole server, so a call of many milliseconds may have a flush of the
+  background's. Buffers are pages of 8 KiB that the server looks at, cached or not. Allocations are the client's.
 - **Rows.** History is inserted by SQL and vacuumed. A benchmark's own agents are new with each call, and where they would add to what is measured
   they are removed between the rounds.
 `, r.scale.rounds, r.scale.warmUp, r.scale.samples)

@@ -9,7 +9,7 @@ import (
 
 // Median returns the middle of the values, or the mean of the two in the middle. It is
 // zero where there are none.
-func Median[T ~int64 | ~float64](values []T) T {
+func Median[T ~int | ~int64 | ~float64](values []T) T {
 	if len(values) == 0 {
 		return 0
 	}
