@@ -85,8 +85,9 @@ func (s *scene) connect(ctx context.Context, connections int, durable bool, coun
 
 	counter.Watch(config)
 
-	if !durable {
-		config.RuntimeParams["synchronous_commit"] = "off"
+	config.RuntimeParams["synchronous_commit"] = "off"
+	if durable {
+		config.RuntimeParams["synchronous_commit"] = "on"
 	}
 
 	pool := stdlib.OpenDB(*config)
