@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -194,8 +195,13 @@ func TestSteadyLoadIsWatched(t *testing.T) {
 
 	var out bytes.Buffer
 
-	require.NoError(t, steady(t.Context(), pgtest.Shared(t), time.Second, quickScale, &out))
+	require.NoError(t, steady(t.Context(), pgtest.Shared(t), 2*time.Second, quickScale, &out))
 	require.Equal(t, 2+samplesOfSteady, strings.Count(out.String(), "\n|"), out.String())
+
+	_, rows, _ := strings.Cut(out.String(), ": |\n")
+	withoutTurns := regexp.MustCompile(`(?m)^\| \d+ \| 0 \|`).FindAllString(rows, -1)
+	require.GreaterOrEqual(t, len(withoutTurns), samplesOfHeld, "at first the turns only hold their slots")
+	require.Less(t, len(withoutTurns), samplesOfSteady, "then there are others")
 }
 
 func TestOptionsThatCannotWorkAreRefused(t *testing.T) {

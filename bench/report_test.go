@@ -97,6 +97,7 @@ func TestFilesHoldWhatWasMeasured(t *testing.T) {
 
 	drawn := read(plotFile)
 	require.Contains(t, drawn, axisCallers)
+	require.Contains(t, drawn, "GORM path: 10, 2 ms")
 	require.NotContains(t, drawn, axisHistory, "nothing was measured along it")
 
 	require.NoError(t, os.Remove(filepath.Join(folder, plotFile)))

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -70,14 +71,19 @@ func TestContendersTakeTurnsInEachRound(t *testing.T) {
 func TestCallsOfAContenderHaveNumbersOfTheirOwnOverAllSteps(t *testing.T) {
 	t.Parallel()
 
-	seen := map[[2]int]bool{}
+	var mutex sync.Mutex
+
+	batches := map[int]bool{}
 	numbers := map[int]bool{}
 	calls := 0
 
 	counting := contender{name: "counting", begin: func(*session) measure.Call {
 		return func(_ context.Context, batch, number int) error {
+			mutex.Lock()
+			defer mutex.Unlock()
+
 			calls++
-			seen[[2]int{batch, number}] = true
+			batches[batch] = true
 			numbers[number] = true
 
 			return nil
@@ -85,12 +91,15 @@ func TestCallsOfAContenderHaveNumbersOfTheirOwnOverAllSteps(t *testing.T) {
 	}}
 
 	_, err := quick(t).run(t.Context(), benchmark{
-		name: "counting", floor: counting, prepare: func(context.Context, *scene) error { return nil },
+		name: "counting", callers: 4, floor: counting, prepare: func(context.Context, *scene) error { return nil },
 		steps: []step{{label: "one"}, {label: "two"}},
 	})
 	require.NoError(t, err)
 	require.Len(t, numbers, calls)
-	require.Len(t, seen, calls)
+
+	// In each of two steps: in two modes one to warm up and one of a round, then the samples,
+	// one more before them, and one for allocations.
+	require.Len(t, batches, 2*(2*2+quickScale.samples+2))
 }
 
 func TestARatioIsTakenWithinARoundAndTheMedianOverRounds(t *testing.T) {
