@@ -23,7 +23,7 @@ func usageBenchmarks(scale scale) []benchmark {
 	few := scale.requests[0]
 
 	for _, requests := range scale.requests {
-		benchmark := benchmark{
+		all = append(all, benchmark{
 			name: fmt.Sprintf("append of one usage, %s requests recorded", thousands(requests)),
 			how: fmt.Sprintf("To agents whose usage is that of so many requests. The floor is the bare append at %d entries; that of the original's "+
 				"design is the bare append at as many as there were requests.", few),
@@ -32,12 +32,8 @@ func usageBenchmarks(scale scale) []benchmark {
 				floorC(originalDesign, requests)),
 			targets: targets(3, 3),
 			prepare: func(ctx context.Context, scene *scene) error { return prepareUsage(ctx, scene, few, requests) },
-		}
-		if requests < manyRequests {
-			benchmark.reset = resetUsage
-		}
-
-		all = append(all, benchmark)
+			reset:   resetUsage,
+		})
 	}
 
 	turn := scenario{agent: newAgent, rules: threeRules}
@@ -140,7 +136,8 @@ FROM generate_series(0, ?::int) AS n`,
 	}
 
 	if err := scene.execute(ctx, `
-INSERT INTO bench_usage (agent_id, usage) SELECT agent_id, usage FROM legion_agents WHERE agent_id LIKE 'usage %'`); err != nil {
+INSERT INTO bench_usage (agent_id, usage) SELECT agent_id, usage FROM legion_agents
+WHERE agent_id LIKE 'usage %' AND jsonb_array_length(usage) < ?`, manyRequests); err != nil {
 		return err
 	}
 
@@ -173,6 +170,8 @@ WHERE agent_id = ?`, number, store.MaxUsageEntries, count, agentID)
 	return nil
 }
 
+// resetUsage takes back what the last round has appended, but where that makes no
+// difference.
 func resetUsage(ctx context.Context, scene *scene) error {
 	if err := scene.execute(ctx, `
 UPDATE legion_agents SET usage = bench_usage.usage FROM bench_usage WHERE bench_usage.agent_id = legion_agents.agent_id`); err != nil {
