@@ -8,6 +8,9 @@ TEST_ARGS ?=
 # What `make examples` passes to the replay: enough turns to see limits at work.
 REPLAY_ARGS ?= -limit 500
 
+# How long `make bench-steady` watches.
+BENCH_STEADY ?= 2m
+
 # The tools are built from source, from their own module, so that they are the
 # same everywhere and none of their dependencies reach the library's go.mod. The
 # path has Go's version in it: a linter refuses code for a newer Go than its own.
@@ -108,6 +111,18 @@ examples: ## Run the examples, each against a PostgreSQL of its own
 	$(GO) run ./examples/hooks
 	$(GO) run ./examples/agents
 	$(GO) run ./examples/replay $(REPLAY_ARGS)
+
+.PHONY: bench
+bench: ## Measure everything and write docs/performance.md (on a quiet machine)
+	$(GO) run ./bench -rounds 5 -out docs
+
+.PHONY: bench-quick
+bench-quick: ## Run each benchmark once on small tables: whether it runs, not how fast
+	$(GO) run ./bench -quick
+
+.PHONY: bench-steady
+bench-steady: ## Watch vacuum and HOT under steady load (BENCH_STEADY for so long)
+	$(GO) run ./bench -steady $(BENCH_STEADY)
 
 .PHONY: tidy
 tidy: ## Tidy both modules
