@@ -100,10 +100,10 @@ func WithoutUsageTracking() Option {
 // by statements all the same. So is everything where the function is not there: Migrate is
 // an error without the right to create functions, and the limiter goes on without them.
 //
-// A call that does not admit, or has nothing to write, ends with an error in the database,
-// so that nothing is flushed to disk. It has an SQLSTATE of the class LG, stands in the
-// server's log where that logs errors, with no identity in it, and does not reach the
-// application.
+// A call that does not admit, or has nothing to write, commits without waiting for a flush to
+// disk (synchronous_commit is off in it). A few that have something to undo, such as the
+// denial of a first use, end with an error of the SQLSTATE class LG. It stands in the
+// server's log, with no identity in it, and does not reach the application.
 func WithServerFunction() Option {
 	return func(p *Plugin) { p.settings.ServerFunction = true }
 }

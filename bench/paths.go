@@ -22,6 +22,7 @@ const (
 // paths are the ways of Legion that are measured, each with the options of its plugin.
 var paths = []path{
 	{name: gormPath},
+	{name: serverPath, options: []legion.Option{legion.WithServerFunction()}},
 }
 
 type path struct {

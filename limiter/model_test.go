@@ -2,7 +2,9 @@ package limiter_test
 
 import (
 	"errors"
+	"os"
 	"slices"
+	"strconv"
 	"testing"
 	"time"
 
@@ -38,12 +40,12 @@ const (
 // Random sequences of operations are performed in the database and in the reference
 // model. After each, the verdict, its figures and all rows must be the same.
 //
-// LEGION_TEST_COUNT multiplies the number of operations. A failure prints its seed and
+// LEGION_TEST_COUNT multiplies the number of operations, or LEGION_TEST_OPERATIONS says it. A failure prints its seed and
 // the shortest sequence that still fails.
 func TestVerdictsFiguresAndRowsAgreeWithTheReferenceModel(t *testing.T) {
 	t.Parallel()
 
-	share := concurrentCount(t, modelOperations) / modelDatabases
+	share := modelOperationCount(t) / modelDatabases
 
 	for path, byFunction := range map[string]bool{"statements": false, "the server's function": true} {
 		t.Run(path, func(t *testing.T) {
@@ -90,6 +92,20 @@ type modelMachine struct {
 
 	performed int
 	seen      map[string]int
+}
+
+func modelOperationCount(t *testing.T) int {
+	t.Helper()
+
+	text := os.Getenv("LEGION_TEST_OPERATIONS")
+	if text == "" {
+		return concurrentCount(t, modelOperations)
+	}
+
+	operations, err := strconv.Atoi(text)
+	require.NoError(t, err, "LEGION_TEST_OPERATIONS is a whole number")
+
+	return operations
 }
 
 func modelSetup(t *testing.T, byFunction bool) *modelMachine {

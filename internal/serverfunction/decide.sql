@@ -1,8 +1,9 @@
 CREATE OR REPLACE FUNCTION {{decide}}(p_request jsonb)
 RETURNS jsonb LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $legion$
 -- {{marker}}
--- One pass through the protocol of locks.go. What is not an admission that was written is
--- raised, so that it leaves nothing behind: the measurement is then the error's detail.
+-- One pass through the protocol of locks.go. A denial that has to leave nothing behind, of
+-- what was written or locked before it, is raised; the measurement is then the error's
+-- detail.
 DECLARE
   v_agent constant text := p_request ->> 'agent';
   v_merged constant jsonb := p_request -> 'merged';
@@ -19,6 +20,10 @@ DECLARE
   v_measured jsonb;
   v_begun boolean;
   v_revoked boolean := false;
+  v_registered boolean := false;
+
+  -- A statement that is a transaction of its own begins with it.
+  v_alone constant boolean := NOT (p_request -> 'joined')::boolean AND transaction_timestamp() = statement_timestamp();
   v_written bigint;
 BEGIN
   IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
@@ -69,6 +74,7 @@ BEGIN
     END IF;
 
     INSERT INTO {{identities}} (identity) VALUES (v_own.identity) ON CONFLICT (identity) DO NOTHING;
+    v_registered := true;
   END LOOP;
 
   -- 4. Measure, and 3. revoke where expired slots decide; then measure again. Whether the
@@ -89,7 +95,14 @@ BEGIN
   END LOOP;
 
   IF (v_measured -> 'denied')::boolean AND NOT v_begun THEN
-    RAISE EXCEPTION USING ERRCODE = 'LG001', MESSAGE = 'a limit is exceeded', DETAIL = v_measured::text;
+    IF NOT v_alone OR v_registered OR v_revoked THEN
+      RAISE EXCEPTION USING ERRCODE = 'LG001', MESSAGE = 'a limit is exceeded', DETAIL = v_measured::text;
+    END IF;
+
+    -- After row locks the commit would wait for a flush of the WAL, for nothing.
+    PERFORM set_config('synchronous_commit', 'off', true);
+
+    RETURN v_measured;
   END IF;
 
   -- 5. Write. See record.go and turn.go for the conditions.
@@ -124,11 +137,12 @@ BEGIN
     ON CONFLICT (agent_id) DO UPDATE SET
       metadata = excluded.metadata, started_at = coalesce(agent.started_at, excluded.started_at), deleted_at = NULL, updated_at = clock_timestamp();
     v_written := 1;
-  ELSIF v_revoked OR (p_request -> 'joined')::boolean THEN
-    v_written := 1; -- the revocation; or nothing, but a caller's transaction keeps the locks
   ELSE
-    -- Nothing to write. After row locks a commit would flush the WAL for nothing.
-    RAISE EXCEPTION USING ERRCODE = 'LG000', MESSAGE = 'admitted, with nothing to write', DETAIL = v_measured::text;
+    v_written := 1; -- nothing is left to write
+
+    IF v_alone AND NOT v_registered AND NOT v_revoked THEN
+      PERFORM set_config('synchronous_commit', 'off', true);
+    END IF;
   END IF;
 
   IF v_written = 0 THEN

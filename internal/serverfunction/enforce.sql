@@ -2,8 +2,7 @@ CREATE OR REPLACE FUNCTION {{enforce}}(p_request jsonb)
 RETURNS jsonb LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $legion$
 -- {{marker}}
 -- Decides one call. In a caller's transaction the block is the savepoint: what is no
--- admission is undone, its locks are free, and its measurement is returned. Otherwise it
--- is raised, so that the transaction of this one statement ends without a flush.
+-- admission is undone, its locks are free, and its measurement or its error is returned.
 DECLARE
   v_detail text;
 BEGIN

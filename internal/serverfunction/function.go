@@ -26,7 +26,6 @@ const version = "v1"
 
 // The codes of what the functions raise. Those of PostgreSQL begin with other letters.
 const (
-	CodeUnchanged  = "LG000" // admitted, and there was nothing to write
 	CodeDenied     = "LG001"
 	CodeBusy       = "LG002" // an identity must be registered, and somebody is in the way
 	CodeIsolation  = "LG003"
@@ -37,7 +36,7 @@ const (
 // HasMeasurement reports whether what is raised with the code has what the function would
 // have returned as its detail.
 func HasMeasurement(code string) bool {
-	return code == CodeUnchanged || code == CodeDenied || code == CodeCannotTurn
+	return code == CodeDenied || code == CodeCannotTurn
 }
 
 //go:embed measure.sql
