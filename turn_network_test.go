@@ -39,6 +39,9 @@ type network struct {
 type loss struct {
 	said   []byte
 	before bool
+
+	// answered, if it is not nil, is called once the server has answered.
+	answered func()
 }
 
 // startNetwork returns a network, and the DSN of the database as it is reached through
@@ -95,7 +98,7 @@ func (n *network) connect(done context.Context, client net.Conn) {
 	defer cut()
 
 	// answers is set when the server's next words are not to arrive.
-	var answers atomic.Bool
+	var answers atomic.Pointer[loss]
 
 	var directions sync.WaitGroup
 
@@ -108,14 +111,21 @@ func (n *network) connect(done context.Context, client net.Conn) {
 			}
 
 			n.lost.Add(1)
-			answers.Store(true)
+			answers.Store(expected)
 
 			return !expected.before
 		})
 	})
 	directions.Go(func() {
 		defer cut()
-		n.forward(server, client, func([]byte) bool { return !answers.Load() })
+		n.forward(server, client, func([]byte) bool {
+			unheard := answers.Load()
+			if unheard != nil && unheard.answered != nil {
+				unheard.answered()
+			}
+
+			return unheard == nil
+		})
 	})
 	directions.Wait()
 }
