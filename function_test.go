@@ -301,6 +301,7 @@ func TestTwoVersionsWorkOnOneDatabase(t *testing.T) {
 // failureRecorder is a logger that keeps the errors it is told of.
 type failureRecorder struct {
 	logger.Interface
+
 	errors []error
 }
 
