@@ -151,6 +151,10 @@ func (p *Plugin) begin(ctx context.Context, agentID string, options TurnOptions,
 		return nil, err
 	}
 
+	if err := p.turns.awaitAbandoned(entered, turn.run); err != nil {
+		return nil, err
+	}
+
 	decision, leased, err := limiter.AdmitTurn(p.db.Session(&gorm.Session{NewDB: true, Context: entered}),
 		limiter.Admission{AgentID: agentID, Rules: options.Rules}, begin)
 	if err != nil {

@@ -222,6 +222,46 @@ func TestALostReplyIsHarmless(t *testing.T) {
 	}
 }
 
+func TestABeginWaitsUntilItsRunIsGivenBack(t *testing.T) {
+	t.Parallel()
+
+	network, db, plugin := useNetwork(t)
+	turn, err := plugin.Begin(t.Context(), "another", under(runningRule(2))) // which registers and connects
+	require.NoError(t, err)
+	require.NoError(t, turn.End(t.Context()))
+
+	locker := db.Begin()
+	t.Cleanup(func() { locker.Rollback() })
+
+	ctx, cancel := context.WithCancel(t.Context())
+	network.lose.Store(&loss{said: []byte("commit\x00"), answered: func() {
+		if err := locker.Exec("SELECT FROM legion_agents FOR UPDATE").Error; err != nil {
+			t.Error(err)
+		}
+
+		cancel()
+	}})
+
+	options := under(runningRule(2))
+	options.RunID = "run"
+
+	_, err = plugin.Begin(ctx, "one", options)
+	require.ErrorIs(t, err, context.Canceled)
+
+	began := make(chan error, 1)
+
+	go func() {
+		_, err := plugin.Begin(t.Context(), "one", options)
+		began <- err
+	}()
+
+	requireWaiting(t, db)
+	time.Sleep(100 * time.Millisecond) // for a Begin that does not wait to be behind in the line
+	require.NoError(t, locker.Rollback().Error)
+	require.ErrorIs(t, <-began, legion.ErrInvalidTurn, "the run has begun, and ended")
+	requireIdle(t, db, "one")
+}
+
 func TestATurnThatIsCutOffEndsBeforeAnotherAgentIsAdmitted(t *testing.T) {
 	t.Parallel()
 

@@ -25,6 +25,10 @@ type turns struct {
 	live   map[*Turn]struct{}
 	closed bool
 
+	// abandoned are the runs that are being given back, each with a channel that is closed
+	// when that is done.
+	abandoned map[run.Run]chan struct{}
+
 	// shutdown ends the beginnings that are under way.
 	shutdown    context.Context //nolint:containedctx // the plugin's own
 	setShutdown context.CancelCauseFunc
@@ -37,7 +41,7 @@ type turns struct {
 }
 
 func newTurns() *turns {
-	made := &turns{live: make(map[*Turn]struct{}), idle: make(chan struct{}), connecting: make(chan struct{}, 1)}
+	made := &turns{live: make(map[*Turn]struct{}), abandoned: make(map[run.Run]chan struct{}), idle: make(chan struct{}), connecting: make(chan struct{}, 1)}
 	made.shutdown, made.setShutdown = context.WithCancelCause(context.Background())
 
 	return made
@@ -121,8 +125,13 @@ func (t *turns) abandon(plugin *Plugin, abandoned run.Run, resumes bool) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 
+	done := make(chan struct{})
+	t.abandoned[abandoned] = done
+
 	// Shutdown may be waiting for the Begin that calls this, so its count is not zero.
 	t.busy.Go(func() {
+		defer t.forget(abandoned, done)
+
 		ctx, cancel := context.WithTimeout(context.Background(), settleTime)
 		defer cancel()
 
@@ -135,6 +144,36 @@ func (t *turns) abandon(plugin *Plugin, abandoned run.Run, resumes bool) {
 			return abandoned.End(tx, plugin.agents(), nil)
 		})
 	})
+}
+
+func (t *turns) forget(abandoned run.Run, done chan struct{}) {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+
+	if t.abandoned[abandoned] == done {
+		delete(t.abandoned, abandoned)
+	}
+
+	close(done)
+}
+
+// awaitAbandoned waits while the run is given back, which would end a turn that began under
+// the same ID.
+func (t *turns) awaitAbandoned(ctx context.Context, again run.Run) error {
+	t.mutex.Lock()
+	done := t.abandoned[again]
+	t.mutex.Unlock()
+
+	if done == nil {
+		return nil
+	}
+
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 }
 
 // close refuses new turns, and returns those that there are.
