@@ -178,7 +178,9 @@ func TestTheReadmesTurnWorks(t *testing.T) {
 	t.Parallel()
 
 	db, plugin := useTurns(t)
-	answer := func(context.Context) (modelAnswer, int64, error) { return modelAnswer{ID: "answer", State: []byte("state")}, 12, nil }
+	answer := func(context.Context) (modelAnswer, int64, error) {
+		return modelAnswer{ID: "answer", State: []byte("state")}, 12, nil
+	}
 
 	require.NoError(t, readmeTurn(t.Context(), plugin, "one", []limiter.Rule{tokensRule(10_000)}, answer))
 	require.EqualValues(t, 12, tokensOf(t, db, "one"))
