@@ -51,6 +51,7 @@ func ExampleDDL() {
 	// CREATE INDEX "idx_legion_agents_running" ON "legion_agents" USING gin (metadata jsonb_path_ops) WHERE status = 'running';
 	// CREATE INDEX "idx_legion_agents_started_at" ON "legion_agents" USING btree ("started_at");
 	// CREATE INDEX "idx_legion_agents_updated_at" ON "legion_agents" USING btree ("updated_at");
+	// ALTER TABLE "legion_agents" SET (fillfactor = 80);
 	// CREATE TABLE "legion_agents_identities" (
 	//   "identity" JSONB,
 	//   "created_at" timestamptz NOT NULL DEFAULT now(),
