@@ -151,11 +151,15 @@ func (p *Plugin) begin(ctx context.Context, agentID string, options TurnOptions,
 		return nil, err
 	}
 
+	if err := p.turns.awaitAbandoned(entered, turn.run); err != nil {
+		return nil, err
+	}
+
 	decision, leased, err := limiter.AdmitTurn(p.db.Session(&gorm.Session{NewDB: true, Context: entered}),
 		limiter.Admission{AgentID: agentID, Rules: options.Rules}, begin)
 	if err != nil {
 		if entered.Err() != nil {
-			p.turns.abandon(p, turn.run)
+			p.turns.abandon(p, turn.run, begin.Resumes != "")
 
 			err = fmt.Errorf("%w: %w", context.Cause(entered), err)
 		}
@@ -167,7 +171,10 @@ func (p *Plugin) begin(ctx context.Context, agentID string, options TurnOptions,
 	turn.ctx, turn.cancel = context.WithCancelCause(context.WithValue(ctx, turnKey{}, turn))
 
 	if !p.turns.add(turn) {
-		return nil, errors.Join(ErrShutdown, turn.End(ctx))
+		turn.cancel(ErrShutdown)
+		p.turns.abandon(p, turn.run, begin.Resumes != "")
+
+		return nil, ErrShutdown
 	}
 
 	p.turns.keeper.Add(turn.run, leased, turn.lose)

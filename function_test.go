@@ -155,6 +155,73 @@ func TestTheLimiterGoesOnWithoutTheServerFunction(t *testing.T) {
 	})
 }
 
+func TestATransactionThatMissesTheServerFunctionIsRunAgain(t *testing.T) {
+	t.Parallel()
+
+	db, _, _ := useFunction(t)
+	require.NoError(t, limiter.Enforce(db, "one", runningRule(1)))
+	require.NoError(t, db.Exec("DROP FUNCTION legion_agents_enforce_v1(jsonb)").Error)
+
+	enforce := func(tx *gorm.DB) error { return limiter.Enforce(tx, "one", runningRule(1)) }
+	err := db.Transaction(enforce)
+	require.ErrorIs(t, err, legion.ErrContention)
+	require.True(t, legion.Retryable(err))
+	require.NoError(t, db.Transaction(enforce))
+}
+
+func TestATransactionGoesOnWithoutAFunctionThatTheServerFunctionCalls(t *testing.T) {
+	t.Parallel()
+
+	db, plugin, _ := useFunction(t)
+	require.NoError(t, limiter.Enforce(db, "one", runningRule(1)))
+	require.NoError(t, db.Exec("DROP FUNCTION legion_agents_revoke_v1(text, jsonb, jsonb), legion_agents_decide_v1(jsonb)").Error)
+	requireFunctionInUse(t, plugin, false)
+
+	require.NoError(t, db.Transaction(func(tx *gorm.DB) error {
+		require.ErrorIs(t, limiter.Enforce(tx, "two", runningRule(1)), limiter.ErrExceeded)
+
+		return limiter.Enforce(tx, "one", runningRule(1))
+	}))
+}
+
+func TestARoleThatMayNotCallTheServerFunctionGoesOnWithoutIt(t *testing.T) {
+	t.Parallel()
+
+	owner, _, _ := useFunction(t)
+	require.NoError(t, owner.Exec("REVOKE EXECUTE ON FUNCTION legion_agents_measure_v1(text, jsonb, jsonb, numeric) FROM PUBLIC").Error)
+
+	application := pgtest.OpenDSN(t, pgtest.DSN(owner), pgtest.MaxOpenConnections(1))
+	require.NoError(t, application.Exec("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO pg_monitor").Error)
+	require.NoError(t, application.Exec("SET ROLE pg_monitor").Error)
+
+	plugin := legion.New(legion.WithServerFunction(), legion.WithObserver(nil))
+	require.NoError(t, application.Use(plugin))
+	requireFunctionInUse(t, plugin, false)
+	require.NoError(t, limiter.Enforce(application, "one", runningRule(1)))
+	require.ErrorIs(t, limiter.Enforce(application, "two", runningRule(1)), limiter.ErrExceeded)
+}
+
+func TestAStricterDefaultIsolationIsNoObstacleToTheServerFunction(t *testing.T) {
+	t.Parallel()
+
+	for _, level := range []string{"repeatable read", "serializable"} {
+		t.Run(level, func(t *testing.T) {
+			t.Parallel()
+
+			db := pgtest.OpenDSN(t, pgtest.WithParameter(pgtest.Database(t), "default_transaction_isolation", level))
+			plugin := usePlugin(t, db, legion.WithServerFunction())
+			requireFunctionInUse(t, plugin, true)
+
+			for range 2 {
+				require.NoError(t, limiter.Enforce(db, "one", runningRule(1)))
+			}
+
+			require.ErrorIs(t, limiter.Enforce(db, "two", runningRule(1)), limiter.ErrExceeded)
+			require.ErrorIs(t, limiter.Enforce(begin(t, db), "two", runningRule(1)), legion.ErrIsolation)
+		})
+	}
+}
+
 func TestMigrateWithoutTheRightToCreateFunctionsSaysSo(t *testing.T) {
 	t.Parallel()
 

@@ -7,10 +7,12 @@ import (
 
 	"gorm.io/gorm"
 
+	"github.com/legion-gorm/legion/internal/database"
 	"github.com/legion-gorm/legion/internal/fault"
 	"github.com/legion-gorm/legion/internal/run"
 	"github.com/legion-gorm/legion/limiter"
 	"github.com/legion-gorm/legion/models"
+	"github.com/legion-gorm/legion/store"
 )
 
 // DefaultRecoverConcurrency is how many turns one Recover resumes at the same time unless
@@ -166,7 +168,7 @@ func (r *recovery) one(ctx context.Context, interrupted run.Interrupted) {
 }
 
 func (r *recovery) claim(ctx context.Context, interrupted run.Interrupted) (*Turn, error) {
-	agent, err := r.plugin.agentStore().Get(ctx, interrupted.AgentID)
+	agent, err := r.read(ctx, interrupted.AgentID)
 	if err != nil {
 		return nil, err
 	}
@@ -179,6 +181,20 @@ func (r *recovery) claim(ctx context.Context, interrupted run.Interrupted) (*Tur
 	options := TurnOptions{Rules: rules, PerStep: r.options.PerStep, Store: r.options.Store}
 
 	return r.plugin.begin(ctx, interrupted.AgentID, options, run.Begin{Resumes: interrupted.ID, Reserve: interrupted.Reserved})
+}
+
+// read reads in a transaction, since outside a resolver plugin would ask a replica, which may
+// not know the agent yet.
+func (r *recovery) read(ctx context.Context, agentID string) (agent *models.LegionAgent, err error) {
+	session := r.plugin.db.Session(&gorm.Session{NewDB: true, Context: ctx})
+
+	err = database.Transaction(session, r.plugin.settings.WithDefaults().ConnectionTimeout, func(tx *gorm.DB) (err error) {
+		agent, err = store.For[models.LegionAgent](tx).Get(ctx, agentID)
+
+		return err
+	})
+
+	return agent, err
 }
 
 func (r *recovery) note(where *[]RecoverFailure, agentID string, err error) {

@@ -133,6 +133,49 @@ func TestATurnOfManyLeasesKeepsItsSlot(t *testing.T) {
 	}
 }
 
+// A Begin that has waited for as long as a lease, for its locks or for its row.
+func TestATurnThatWaitedToBeginHasAWholeLease(t *testing.T) {
+	t.Parallel()
+
+	for name, options := range map[string][]legion.Option{"statements": nil, "the server's function": {legion.WithServerFunction()}} {
+		for _, table := range []string{"legion_agents_identities", "legion_agents"} {
+			t.Run(name+" and "+table, func(t *testing.T) {
+				t.Parallel()
+
+				const lease = 2 * time.Second
+
+				db, plugin := useTurns(t, append(options, legion.WithLease(lease))...)
+				require.NoError(t, limiter.Enforce(db, "one", tokensRule(10)))
+
+				locker := db.Begin()
+				t.Cleanup(func() { locker.Rollback() })
+				require.NoError(t, locker.Exec("SELECT FROM "+table+" FOR UPDATE").Error)
+
+				began := make(chan *legion.Turn, 1)
+
+				go func() {
+					turn, err := plugin.Begin(t.Context(), "one", under(tokensRule(10)))
+					began <- turn
+
+					if err != nil {
+						t.Error(err)
+					}
+				}()
+
+				requireWaiting(t, db)
+				time.Sleep(lease + lease/10)
+				require.NoError(t, locker.Rollback().Error)
+
+				turn := <-began
+				require.NotNil(t, turn)
+				time.Sleep(lease / 2)
+				require.NoError(t, context.Cause(turn.Context()))
+				require.NoError(t, turn.End(t.Context()))
+			})
+		}
+	}
+}
+
 func TestALockedRowIsRenewedAsSoonAsItIsFree(t *testing.T) {
 	t.Parallel()
 

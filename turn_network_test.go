@@ -46,6 +46,9 @@ type network struct {
 type loss struct {
 	said   []string
 	before bool
+
+	// answered, if it is not nil, is called once the server has answered.
+	answered func()
 }
 
 func (l *loss) isIn(said []byte) bool {
@@ -106,7 +109,7 @@ func (n *network) connect(done context.Context, client net.Conn) {
 	defer cut()
 
 	// answers is set when the server's next words are not to arrive.
-	var answers atomic.Bool
+	var answers atomic.Pointer[loss]
 
 	var directions sync.WaitGroup
 
@@ -126,14 +129,21 @@ func (n *network) connect(done context.Context, client net.Conn) {
 			}
 
 			n.lost.Add(1)
-			answers.Store(true)
+			answers.Store(expected)
 
 			return !expected.before
 		})
 	})
 	directions.Go(func() {
 		defer cut()
-		n.forward(server, client, func([]byte) bool { return !answers.Load() })
+		n.forward(server, client, func([]byte) bool {
+			unheard := answers.Load()
+			if unheard != nil && unheard.answered != nil {
+				unheard.answered()
+			}
+
+			return unheard == nil
+		})
 	})
 	directions.Wait()
 }
@@ -228,6 +238,46 @@ func TestALostReplyIsHarmless(t *testing.T) {
 			require.NoError(t, limiter.Enforce(db, "two", runningRule(1)))
 		})
 	}
+}
+
+func TestABeginWaitsUntilItsRunIsGivenBack(t *testing.T) {
+	t.Parallel()
+
+	network, db, plugin := useNetwork(t)
+	turn, err := plugin.Begin(t.Context(), "another", under(runningRule(2))) // which registers and connects
+	require.NoError(t, err)
+	require.NoError(t, turn.End(t.Context()))
+
+	locker := db.Begin()
+	t.Cleanup(func() { locker.Rollback() })
+
+	ctx, cancel := context.WithCancel(t.Context())
+	network.lose.Store(&loss{said: []byte("commit\x00"), answered: func() {
+		if err := locker.Exec("SELECT FROM legion_agents FOR UPDATE").Error; err != nil {
+			t.Error(err)
+		}
+
+		cancel()
+	}})
+
+	options := under(runningRule(2))
+	options.RunID = "run"
+
+	_, err = plugin.Begin(ctx, "one", options)
+	require.ErrorIs(t, err, context.Canceled)
+
+	began := make(chan error, 1)
+
+	go func() {
+		_, err := plugin.Begin(t.Context(), "one", options)
+		began <- err
+	}()
+
+	requireWaiting(t, db)
+	time.Sleep(100 * time.Millisecond) // for a Begin that does not wait to be behind in the line
+	require.NoError(t, locker.Rollback().Error)
+	require.ErrorIs(t, <-began, legion.ErrInvalidTurn, "the run has begun, and ended")
+	requireIdle(t, db, "one")
 }
 
 func TestATurnThatIsCutOffEndsBeforeAnotherAgentIsAdmitted(t *testing.T) {

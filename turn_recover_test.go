@@ -311,6 +311,67 @@ func TestRecoverEndsWithItsContext(t *testing.T) {
 	requireIdle(t, db, report.Failed[0].AgentID)
 }
 
+func TestARunThatIsClaimedButNotResumedIsLeftToBeRecovered(t *testing.T) {
+	t.Parallel()
+
+	requireInterrupted := func(t *testing.T, db *gorm.DB) {
+		t.Helper()
+
+		require.Eventually(t, func() bool {
+			row := rowOf(t, db, "one")
+
+			return row.Status == models.StatusRunning && row.ReservedTokens == 5 &&
+				(row.LeaseExpiresAt == nil || row.LeaseExpiresAt.Before(time.Now()))
+		}, longest, time.Millisecond)
+	}
+
+	t.Run("since the plugin was shut down", func(t *testing.T) {
+		t.Parallel()
+
+		closed := make(chan error, 1)
+
+		var plugin *legion.Plugin
+
+		db := pgtest.Open(t)
+		plugin = usePlugin(t, db, legion.WithObserver(func(observed limiter.Observation) {
+			go func() { closed <- plugin.Shutdown(context.WithoutCancel(observed.Context)) }()
+
+			<-observed.Context.Done()
+		}))
+		crash(t, db, 5, "one")
+
+		report, err := plugin.Recover(t.Context(), recoverUnder(runningRule(1)), nil)
+		require.NoError(t, err)
+		require.Len(t, report.Left, 1)
+		require.ErrorIs(t, report.Left[0].Err, legion.ErrShutdown)
+		require.NoError(t, <-closed)
+		requireInterrupted(t, db)
+	})
+
+	t.Run("since the context has ended", func(t *testing.T) {
+		t.Parallel()
+
+		network, db, plugin := useNetwork(t)
+		turn, err := plugin.Begin(t.Context(), "another", under(runningRule(1))) // which registers and connects
+		require.NoError(t, err)
+		require.NoError(t, turn.End(t.Context()))
+		crash(t, db, 5, "one")
+
+		ctx, cancel := context.WithCancel(t.Context())
+		rules := func(context.Context, *models.LegionAgent) ([]limiter.Rule, error) {
+			network.lose.Store(&loss{said: []byte("commit\x00"), answered: cancel})
+
+			return []limiter.Rule{runningRule(1)}, nil
+		}
+
+		report, _ := plugin.Recover(ctx, legion.RecoverOptions{Rules: rules}, nil)
+		require.Len(t, report.Left, 1)
+		require.ErrorIs(t, report.Left[0].Err, context.Canceled)
+		require.NotEqual(t, "gone", *rowOf(t, db, "one").RunID, "it was claimed")
+		requireInterrupted(t, db)
+	})
+}
+
 func TestRecoverNeedsRules(t *testing.T) {
 	t.Parallel()
 

@@ -9,6 +9,7 @@ import (
 	"gorm.io/gorm"
 
 	"github.com/legion-gorm/legion"
+	"github.com/legion-gorm/legion/internal/pgtest"
 	"github.com/legion-gorm/legion/limiter"
 	"github.com/legion-gorm/legion/models"
 )
@@ -122,6 +123,37 @@ func requireWaiting(t *testing.T, db *gorm.DB) {
 
 		return err == nil && waiting > 0
 	}, longest, 5*time.Millisecond)
+}
+
+func TestABeginBehindAnotherOneEndsWithItsContext(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Open(t, pgtest.MaxOpenConnections(1))
+	plugin := usePlugin(t, db, legion.WithConnectionTimeout(longest))
+	captive := db.Begin() // the pool's only connection
+
+	ctx, cancel := context.WithCancel(t.Context())
+	first := make(chan error, 1)
+
+	go func() {
+		_, err := plugin.Begin(ctx, "one", legion.TurnOptions{})
+		first <- err
+	}()
+
+	pool, err := db.DB()
+	require.NoError(t, err)
+	require.Eventually(t, func() bool { return pool.Stats().WaitCount > 0 }, longest, time.Millisecond)
+
+	behind, end := context.WithCancel(t.Context())
+	end()
+
+	_, err = plugin.Begin(behind, "two", legion.TurnOptions{})
+	require.ErrorIs(t, err, context.Canceled)
+	require.Empty(t, first, "the first one still waits")
+
+	cancel()
+	require.ErrorIs(t, <-first, context.Canceled)
+	require.NoError(t, captive.Rollback().Error)
 }
 
 func TestABeginThatIsCancelledLeavesNoSlot(t *testing.T) {

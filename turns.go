@@ -16,13 +16,18 @@ import (
 
 // turns are those of one plugin in this process.
 type turns struct {
-	// connecting is held while the keeper is made.
-	connecting sync.Mutex
+	// connecting has room for the one who makes the keeper. It is no mutex, since he waits
+	// for a connection of the pool, and those behind him have contexts that end.
+	connecting chan struct{}
 
 	mutex  sync.Mutex
 	keeper *lease.Keeper
 	live   map[*Turn]struct{}
 	closed bool
+
+	// abandoned are the runs that are being given back, each with a channel that is closed
+	// when that is done.
+	abandoned map[run.Run]chan struct{}
 
 	// shutdown ends the beginnings that are under way.
 	shutdown    context.Context //nolint:containedctx // the plugin's own
@@ -36,7 +41,7 @@ type turns struct {
 }
 
 func newTurns() *turns {
-	made := &turns{live: make(map[*Turn]struct{}), idle: make(chan struct{})}
+	made := &turns{live: make(map[*Turn]struct{}), abandoned: make(map[run.Run]chan struct{}), idle: make(chan struct{}), connecting: make(chan struct{}, 1)}
 	made.shutdown, made.setShutdown = context.WithCancelCause(context.Background())
 
 	return made
@@ -66,8 +71,13 @@ func (t *turns) enter(ctx context.Context) (entered context.Context, leave func(
 
 // connect makes the keeper, if there is none yet.
 func (t *turns) connect(ctx context.Context, plugin *Plugin) error {
-	t.connecting.Lock()
-	defer t.connecting.Unlock()
+	select {
+	case t.connecting <- struct{}{}:
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+
+	defer func() { <-t.connecting }()
 
 	if t.keeper != nil {
 		return nil
@@ -87,13 +97,15 @@ func (t *turns) connect(ctx context.Context, plugin *Plugin) error {
 	return nil
 }
 
-// add remembers the turn. It reports whether it may go on: it may not when the plugin was
-// shut down meanwhile.
+// add remembers the turn, unless the plugin was shut down meanwhile, and reports whether it
+// has.
 func (t *turns) add(turn *Turn) bool {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 
-	t.live[turn] = struct{}{}
+	if !t.closed {
+		t.live[turn] = struct{}{}
+	}
 
 	return !t.closed
 }
@@ -107,20 +119,61 @@ func (t *turns) remove(turn *Turn) {
 	t.idle = make(chan struct{})
 }
 
-// abandon ends a run, in the background, that may have begun although its Begin has
-// failed.
-func (t *turns) abandon(plugin *Plugin, abandoned run.Run) {
+// abandon gives back, in the background, what a run may hold although its Begin has failed.
+// One that resumes another is left to be resumed: nobody has worked on it.
+func (t *turns) abandon(plugin *Plugin, abandoned run.Run, resumes bool) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 
+	done := make(chan struct{})
+	t.abandoned[abandoned] = done
+
 	// Shutdown may be waiting for the Begin that calls this, so its count is not zero.
 	t.busy.Go(func() {
+		defer t.forget(abandoned, done)
+
 		ctx, cancel := context.WithTimeout(context.Background(), settleTime)
 		defer cancel()
 
 		// If it fails, the lease runs out.
-		_ = plugin.atDatabase(ctx, func(tx *gorm.DB) error { return abandoned.End(tx, plugin.agents(), nil) })
+		_ = plugin.atDatabase(ctx, func(tx *gorm.DB) error {
+			if resumes {
+				return abandoned.Interrupt(tx, plugin.agents())
+			}
+
+			return abandoned.End(tx, plugin.agents(), nil)
+		})
 	})
+}
+
+func (t *turns) forget(abandoned run.Run, done chan struct{}) {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+
+	if t.abandoned[abandoned] == done {
+		delete(t.abandoned, abandoned)
+	}
+
+	close(done)
+}
+
+// awaitAbandoned waits while the run is given back, which would end a turn that began under
+// the same ID.
+func (t *turns) awaitAbandoned(ctx context.Context, again run.Run) error {
+	t.mutex.Lock()
+	done := t.abandoned[again]
+	t.mutex.Unlock()
+
+	if done == nil {
+		return nil
+	}
+
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 }
 
 // close refuses new turns, and returns those that there are.
@@ -177,8 +230,8 @@ func (p *Plugin) Shutdown(ctx context.Context) error {
 	p.turns.busy.Wait()
 
 	// What began in the last moment ends by itself, in Begin.
-	p.turns.connecting.Lock()
-	defer p.turns.connecting.Unlock()
+	p.turns.connecting <- struct{}{}
+	defer func() { <-p.turns.connecting }()
 
 	if p.turns.keeper != nil {
 		p.turns.keeper.Close()

@@ -131,6 +131,10 @@ type concurrentOperation struct {
 	Undo   bool          `json:"undo,omitempty"`
 	Hold   time.Duration `json:"hold,omitempty"`
 
+	// ByFunction lets the server's function decide, if the database has it. There are no
+	// points in it at which to pause.
+	ByFunction bool `json:"by_function,omitempty"`
+
 	// Start is waited before the call, and Pauses at the points of its protocol.
 	Start  time.Duration                    `json:"start,omitempty"`
 	Pauses map[testhook.Point]time.Duration `json:"pauses,omitempty"`
@@ -243,8 +247,12 @@ var errConcurrentUndo = errors.New("the caller rolls back")
 // run makes the call where and when it is to be made, and measures its time from begun
 // on.
 func (o concurrentOperation) run(ctx context.Context, db *gorm.DB, hooks testhook.Hooks, begun time.Time) (outcome concurrentOutcome) {
-	hooks.At = func(point testhook.Point) { concurrentSleep(o.Pauses[point]) }
-	db = db.WithContext(testhook.With(ctx, hooks))
+	if !o.ByFunction {
+		hooks.At = func(point testhook.Point) { concurrentSleep(o.Pauses[point]) }
+		ctx = testhook.With(ctx, hooks)
+	}
+
+	db = db.WithContext(ctx)
 
 	concurrentSleep(o.Start)
 

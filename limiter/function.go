@@ -13,6 +13,7 @@ import (
 	"gorm.io/gorm/clause"
 
 	"github.com/legion-gorm/legion/internal/database"
+	"github.com/legion-gorm/legion/internal/fault"
 	"github.com/legion-gorm/legion/internal/serverfunction"
 )
 
@@ -201,12 +202,12 @@ func (c *call) callFunction(tx *gorm.DB, request *request) ([]*Decision, error) 
 		return nil, err
 	}
 
-	// The lease begins after this moment, whatever the wait for the locks.
+	// The lease begins after this moment, whatever the wait for the locks: see renewLate.
 	c.leased = time.Now()
 
 	var text string
 
-	statement := expression("SELECT ?(?)", clause.Table{Name: serverfunction.EnforceName(c.tables.Agents)}, jsonb(string(asked)))
+	statement := expression(database.Primary+"SELECT ?(?)", clause.Table{Name: serverfunction.EnforceName(c.tables.Agents)}, jsonb(string(asked)))
 	err = database.Query(tx, statement, func(rows *sql.Rows) error { return rows.Scan(&text) })
 
 	return c.judge(tx, request, text, err)
@@ -232,14 +233,21 @@ func (c *call) judge(tx *gorm.DB, request *request, text string, err error) ([]*
 		code = raised.Code
 
 		switch {
-		case code == database.CodeUndefinedFunction && !database.InTransaction(c.db):
+		case code == database.CodeUndefinedFunction:
 			c.forgetFunction()
+
+			if database.InTransaction(c.db) && answer.Error == nil {
+				return nil, fmt.Errorf("%w: the server's function was dropped meanwhile: run the transaction again: %w", fault.ErrContention, err)
+			}
 
 			return nil, errBusy
 		case code == serverfunction.CodeBusy:
 			return nil, errBusy
 		case code == serverfunction.CodeLiveRun:
 			return nil, errLiveRun
+		case code == serverfunction.CodeIsolation && !database.InTransaction(c.db):
+			// The default of this database is stricter. A transaction of our own is not.
+			return nil, errBusy
 		case code == serverfunction.CodeIsolation:
 			return nil, errIsolation(raised.Message)
 		case serverfunction.HasMeasurement(code):

@@ -303,6 +303,30 @@ func TestRandomRoundsHaveASerialHistory(t *testing.T) {
 
 // Without a part of the protocol the same rounds must show a fault, or they would not
 // show that there is none with it.
+// Calls by statements and calls by the server's function keep each other exact.
+func TestRandomRoundsWithTheServerFunctionHaveASerialHistory(t *testing.T) {
+	t.Parallel()
+
+	seed := concurrentSeed(t)
+	arena := newConcurrentArena(t)
+
+	for _, pool := range arena.pools {
+		useFunction(t, pool, plugin{})
+	}
+
+	for round := range concurrentCount(t, 150) {
+		random := rand.New(rand.NewPCG(seed, uint64(round)))
+		operations := randomOperations(random)
+
+		for i := range operations {
+			operations[i].ByFunction = random.IntN(3) > 0
+		}
+
+		events, end := arena.roundHere(t, operations, testhook.Hooks{})
+		requireConcurrentSerial(t, seed, round, events, end)
+	}
+}
+
 func TestRandomRoundsWithoutAPartOfTheProtocolShowItsFault(t *testing.T) {
 	t.Parallel()
 

@@ -34,7 +34,29 @@ func AdmitTurn(db *gorm.DB, admission Admission, turn run.Begin) (decision *Deci
 		return nil, time.Time{}, err
 	}
 
+	call.renewLate()
+
 	return decisions[0], call.leased, nil
+}
+
+// renewLate begins the lease anew where so much of it may be over already that the first
+// renewal could come too late: the call has asked for it before it waited for locks or for
+// the row. Where that fails, the turn loses its lease like any other that is not renewed.
+func (c *call) renewLate() {
+	if time.Since(c.leased) < c.settings.Lease/3 {
+		return
+	}
+
+	_ = database.Autocommit(c.db, c.settings.ConnectionTimeout, func(tx *gorm.DB) error {
+		asked := time.Now()
+
+		written, err := database.Exec(tx, c.continueStatement(c.requests[0]))
+		if err == nil && written > 0 {
+			c.leased = asked
+		}
+
+		return err
+	})
 }
 
 var (

@@ -175,7 +175,7 @@ func (a usageAppend) look(tx *gorm.DB) (found, recorded bool, err error) {
 }
 
 func (a usageAppend) lookStatement() clause.Expression {
-	return expression("SELECT ? FROM ? AS agent WHERE agent.agent_id = ?", a.isRecorded(), a.agents, a.agentID)
+	return expression(database.Primary+"SELECT ? FROM ? AS agent WHERE agent.agent_id = ?", a.isRecorded(), a.agents, a.agentID)
 }
 
 func (a usageAppend) isRecorded() clause.Expression {

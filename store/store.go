@@ -162,7 +162,7 @@ WHERE agent_id = ? AND deleted_at IS NULL`, agents, agentID)
 }
 
 func isDeletedStatement(agents clause.Table, agentID string) clause.Expression {
-	return expression(`SELECT deleted_at IS NOT NULL FROM ? WHERE agent_id = ?`, agents, agentID)
+	return expression(database.Primary+`SELECT deleted_at IS NOT NULL FROM ? WHERE agent_id = ?`, agents, agentID)
 }
 
 // run calls body with the caller's transaction, or with a session whose statements

@@ -102,6 +102,12 @@ func sqlDB(db *gorm.DB) *sql.DB {
 	return nil
 }
 
+// Primary begins a SELECT outside a transaction that must not be answered by a replica: it
+// writes, as a call of a function may, or what it reads is decided on. Resolver plugins
+// such as dbresolver take what begins with SELECT for a read. The comment is pgpool's own
+// word for it.
+const Primary = "/*NO LOAD BALANCE*/ "
+
 // Exec runs one statement and returns how many rows it changed. The expression
 // holds the parameters; going through Raw("?") instead of Exec(sql, values) keeps
 // GORM's named-argument parsing away from the operator @>.

@@ -37,7 +37,7 @@ func ListInterrupted(tx *gorm.DB, agents clause.Table, after string, limit int) 
 
 func interruptedStatement(agents clause.Table, after string, limit int) clause.Expression {
 	return clause.Expr{
-		SQL: `SELECT agent.agent_id, agent.run_id, greatest(0, agent.reserved_tokens)
+		SQL: database.Primary + `SELECT agent.agent_id, agent.run_id, greatest(0, agent.reserved_tokens)
 FROM ? AS agent
 WHERE agent.agent_id > ? AND agent.status = 'running' AND agent.run_id IS NOT NULL
   AND (agent.lease_expires_at IS NULL OR agent.lease_expires_at <= clock_timestamp())

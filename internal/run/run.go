@@ -140,9 +140,23 @@ WHERE ?`,
 	}
 }
 
+// Interrupt gives the slot back like a revocation, so that the run can be resumed.
+func (r Run) Interrupt(tx *gorm.DB, agents clause.Table) error {
+	_, err := database.Exec(tx, r.interruptStatement(agents))
+
+	return err
+}
+
+func (r Run) interruptStatement(agents clause.Table) clause.Expression {
+	return clause.Expr{
+		SQL:  "UPDATE ? AS agent SET lease_expires_at = NULL WHERE ?",
+		Vars: []any{agents, r.Holds()},
+	}
+}
+
 func (r Run) hasEnded(tx *gorm.DB, agents clause.Table) (ended bool, err error) {
 	statement := clause.Expr{
-		SQL:  "SELECT agent.status = 'idle' FROM ? AS agent WHERE agent.agent_id = ? AND agent.run_id = ?",
+		SQL:  database.Primary + "SELECT agent.status = 'idle' FROM ? AS agent WHERE agent.agent_id = ? AND agent.run_id = ?",
 		Vars: []any{agents, r.AgentID, r.ID},
 	}
 	err = database.Query(tx, statement, func(rows *sql.Rows) error { return rows.Scan(&ended) })
@@ -153,7 +167,7 @@ func (r Run) hasEnded(tx *gorm.DB, agents clause.Table) (ended bool, err error) 
 // Confirm returns fault.ErrLeaseLost when the run has lost its row.
 func (r Run) Confirm(tx *gorm.DB, agents clause.Table) error {
 	holds := false
-	statement := clause.Expr{SQL: "SELECT true FROM ? AS agent WHERE ?", Vars: []any{agents, r.Holds()}}
+	statement := clause.Expr{SQL: database.Primary + "SELECT true FROM ? AS agent WHERE ?", Vars: []any{agents, r.Holds()}}
 
 	err := database.Query(tx, statement, func(rows *sql.Rows) error { return rows.Scan(&holds) })
 	if err == nil && !holds {

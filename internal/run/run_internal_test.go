@@ -35,6 +35,7 @@ func TestStatements(t *testing.T) {
 		"checkpoint":  {turn.checkpointStatement(agents, []byte("state")), []any{[]byte("state"), "agent", "run"}},
 		"end":         {turn.endStatement(agents, nil), []any{"agent", "run"}},
 		"end_state":   {turn.endStatement(agents, []byte("state")), []any{[]byte("state"), "agent", "run"}},
+		"interrupt":   {turn.interruptStatement(agents), []any{"agent", "run"}},
 		"interrupted": {interruptedStatement(agents, "after", 5), []any{"after", 5}},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -76,11 +76,29 @@ func Names(agents string) []string {
 // EnforceName is the name of the one that is called.
 func EnforceName(agents string) string { return Names(agents)[3] }
 
-// IsThere reports whether the database has the function for this agents' table, in a way
-// that is no error where it does not.
+// parameters are those of the functions, in the order of suffixes.
+func parameters() []string {
+	return []string{"(text, jsonb, jsonb, numeric)", "(text, jsonb, jsonb)", "(jsonb)", "(jsonb)"}
+}
+
+// IsThere reports whether the database has the functions for this agents' table, and this
+// role may call them, in a way that is no error where that is not so. A database whose
+// default privileges are strict keeps them from everybody but who has migrated.
 func IsThere(tx *gorm.DB, agents string) (there bool, err error) {
-	signature := tx.Statement.Quote(EnforceName(agents)) + "(jsonb)"
-	statement := clause.Expr{SQL: "SELECT to_regprocedure(?) IS NOT NULL", Vars: []any{signature}, WithoutParentheses: true}
+	const callable = "coalesce(has_function_privilege(to_regprocedure(?)::oid, 'EXECUTE'), false)"
+
+	names := Names(agents)
+	signatures := make([]any, len(names))
+
+	for i, parameters := range parameters() {
+		signatures[i] = tx.Statement.Quote(names[i]) + parameters
+	}
+
+	statement := clause.Expr{
+		SQL:                database.Primary + "SELECT " + strings.Repeat(callable+" AND ", len(names)-1) + callable,
+		Vars:               signatures,
+		WithoutParentheses: true,
+	}
 	err = database.Query(tx, statement, func(rows *sql.Rows) error { return rows.Scan(&there) })
 
 	return there, err
