@@ -95,8 +95,8 @@ func (p *Plugin) Begin(ctx context.Context, agentID string, options TurnOptions)
 // Run begins a turn, calls work with its context, and ends it, also when work panics. It
 // returns the error of Begin, with work not called; or else what work and End return.
 //
-// When work returns although the turn has lost its lease or was shut down, that is among
-// the errors.
+// Where work fails because the turn has lost its lease or was shut down, the error is also
+// that one. A panic of work goes on once the turn has ended.
 func (p *Plugin) Run(ctx context.Context, agentID string, options TurnOptions, work func(ctx context.Context, turn *Turn) error) error {
 	turn, err := p.Begin(ctx, agentID, options)
 	if err != nil {
@@ -128,6 +128,10 @@ func (p *Plugin) begin(ctx context.Context, agentID string, options TurnOptions,
 
 	if begin.ID == "" {
 		begin.ID = run.NewID()
+	}
+
+	if given := reflect.ValueOf(options.Store); given.Kind() == reflect.Pointer && given.IsNil() {
+		return nil, fmt.Errorf("%w: Store is a nil %T: leave it out for the plugin's own table", fault.ErrInvalidTurn, options.Store)
 	}
 
 	if parent, ok := TurnFrom(ctx); ok && parent.plugin == p {

@@ -103,7 +103,11 @@ func WithoutUsageTracking() Option {
 // A call that does not admit, or has nothing to write, commits without waiting for a flush to
 // disk (synchronous_commit is off in it). A few that have something to undo, such as the
 // denial of a first use, end with an error of the SQLSTATE class LG. It stands in the
-// server's log, with no identity in it, and does not reach the application.
+// server's log, with no identity in it but in the driver's simple protocol, where the
+// statement has its parameters inside; it does not reach the application.
+//
+// Since the statement is the whole call, one that has waited for a lock may be let in although
+// its context has just ended.
 func WithServerFunction() Option {
 	return func(p *Plugin) { p.settings.ServerFunction = true }
 }

@@ -69,6 +69,8 @@ type RecoverFailure struct {
 //
 //	report, err := plugin.Recover(ctx, legion.RecoverOptions{Rules: rulesOf}, resume)
 //
+// A panic of resume ends the process, as on any goroutine, once its turn has ended.
+//
 // It makes one pass and returns when all that it resumed has ended. Those for which there
 // is no room keep their interrupted run: call it again later, for example every minute.
 //

@@ -118,7 +118,7 @@ func (n *network) connect(done context.Context, client net.Conn) {
 		n.forward(client, server, func(said []byte) bool {
 			if n.steps.Load() > 0 && n.steps.Add(-1) == 0 {
 				n.lost.Add(1)
-				answers.Store(true)
+				answers.Store(&loss{})
 
 				return n.lost.Load()%2 == 0
 			}
@@ -252,7 +252,7 @@ func TestABeginWaitsUntilItsRunIsGivenBack(t *testing.T) {
 	t.Cleanup(func() { locker.Rollback() })
 
 	ctx, cancel := context.WithCancel(t.Context())
-	network.lose.Store(&loss{said: []byte("commit\x00"), answered: func() {
+	network.lose.Store(&loss{said: []string{"commit\x00"}, answered: func() {
 		if err := locker.Exec("SELECT FROM legion_agents FOR UPDATE").Error; err != nil {
 			t.Error(err)
 		}

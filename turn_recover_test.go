@@ -359,7 +359,7 @@ func TestARunThatIsClaimedButNotResumedIsLeftToBeRecovered(t *testing.T) {
 
 		ctx, cancel := context.WithCancel(t.Context())
 		rules := func(context.Context, *models.LegionAgent) ([]limiter.Rule, error) {
-			network.lose.Store(&loss{said: []byte("commit\x00"), answered: cancel})
+			network.lose.Store(&loss{said: []string{"commit\x00"}, answered: cancel})
 
 			return []limiter.Rule{runningRule(1)}, nil
 		}

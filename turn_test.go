@@ -449,6 +449,7 @@ func TestOptionsThatCannotWork(t *testing.T) {
 		"tokens untracked":      {plugin: untracked, agentID: "a", options: under(tokensRule(1)), want: limiter.ErrInvalidRule, says: "WithoutUsageTracking"},
 		"evals untracked":       {plugin: untracked, agentID: "a", options: under(evals), want: limiter.ErrInvalidRule, says: "WithoutUsageTracking"},
 		"reservation untracked": {plugin: untracked, agentID: "a", options: legion.TurnOptions{Reserve: 1}, want: legion.ErrInvalidTurn, says: "WithoutUsageTracking"},
+		"a store that is nil":   {agentID: "a", options: legion.TurnOptions{Store: (*store.Store[models.LegionAgent])(nil)}, want: legion.ErrInvalidTurn, says: "Store is a nil"},
 		"a plugin without a db": {plugin: legion.New(), agentID: "a", want: legion.ErrInvalidConfig, says: "db.Use"},
 	} {
 		t.Run(name, func(t *testing.T) {

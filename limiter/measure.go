@@ -285,11 +285,12 @@ func (c *call) usageStatement(rule preparedRule, agentID string) clause.Expressi
 // that are no objects, counts that are no numbers. None of it may raise or lower a sum.
 func (c *call) usageWithin(rule preparedRule, agentID string) clause.Expression {
 	return expression(`? AS agent
-  CROSS JOIN LATERAL jsonb_path_query(agent.usage, ?::jsonpath,
-    jsonb_build_object('from', (SELECT extract(epoch FROM now - ?) * 1000 FROM clock)), true) AS entry
-  WHERE (? OR agent.agent_id = ?) AND agent.updated_at > now() - ?`,
-		clause.Table{Name: c.tables.Agents}, usagesql.Since, interval(rule.Policy.Window),
-		rule.matches(), agentID, interval(lengthened(rule.Policy.Window)))
+  CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
+  WHERE (? OR agent.agent_id = ?) AND agent.updated_at > now() - ?
+    AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
+      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - ?) * 1000 FROM clock) ELSE false END`,
+		clause.Table{Name: c.tables.Agents}, rule.matches(), agentID,
+		interval(lengthened(rule.Policy.Window)), interval(rule.Policy.Window))
 }
 
 // lengthened adds the slack to a window, of which the longest stands for ever.

@@ -74,6 +74,10 @@ func (c *call) mayRevoke() bool {
 	return false
 }
 
+// maxRevoked bounds what one verdict revokes, to less than a statement has parameters. The
+// next verdict takes the rest.
+const maxRevoked = 10_000
+
 // revoke takes the slots of turns whose lease is over, and reports whether there was
 // one. The run and the status stay, so that the turn can be recovered.
 //
@@ -108,7 +112,8 @@ func (c *call) revoke(tx *gorm.DB, request *request, measurement measurement) (b
 		Where("agent.agent_id <> ? AND agent.status = 'running' AND agent.run_id IS NOT NULL", request.agentID).
 		Where("agent.lease_expires_at <= (SELECT clock_timestamp())").
 		Where(clause.Or(matching...)).
-		Order("agent_id")
+		Order("agent_id").
+		Limit(maxRevoked)
 
 	if c.hooks.RevokeUnchecked {
 		stillExpired = expression("")

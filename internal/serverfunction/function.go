@@ -136,8 +136,9 @@ func Create(place Place) []string {
         AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > v_now)`,
 		"{{sums}}", usagesql.Saturate("sum("+usagesql.Count("entry", "total_tokens")+")")+`,
         `+usagesql.Saturate("sum("+usagesql.Count("entry", "evals")+")"),
-		"{{entries}}", `CROSS JOIN LATERAL jsonb_path_query(agent.usage, '`+usagesql.Since+`', v_from, true) AS entry`,
-		"{{within}}", `agent.updated_at > v_now - v_rule.span - interval '5 minutes'`,
+		"{{entries}}", `CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry`,
+		"{{within}}", `agent.updated_at > v_now - v_rule.span - interval '5 minutes'
+        AND CASE jsonb_typeof(entry -> 'at') WHEN 'number' THEN (entry ->> 'at')::numeric > v_from ELSE false END`,
 	)
 
 	created := []string{measureSQL, revokeSQL, decideSQL, enforceSQL}

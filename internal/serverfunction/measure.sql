@@ -16,7 +16,7 @@ DECLARE
   v_tokens bigint;
   v_evals bigint;
   v_used numeric;
-  v_from jsonb;
+  v_from numeric;
   v_denied boolean := false;
   v_revocable boolean := false;
 BEGIN
@@ -29,7 +29,7 @@ BEGIN
     SELECT rule.identity, rule.window_us * interval '1 microsecond' AS span, rule.max_agents, rule.max_running, rule.max_tokens, rule.max_evals
     FROM jsonb_to_recordset(p_rules) AS rule (identity jsonb, window_us bigint, max_agents bigint, max_running bigint, max_tokens bigint, max_evals bigint)
   LOOP
-    v_from := jsonb_build_object('from', extract(epoch FROM v_now - v_rule.span) * 1000);
+    v_from := extract(epoch FROM v_now - v_rule.span) * 1000;
     v_agents := 0;
     v_running := 0;
     v_expired_running := 0;

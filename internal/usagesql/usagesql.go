@@ -7,14 +7,6 @@ import "fmt"
 // maxCount is what a count or a sum saturates at, the largest bigint.
 const maxCount = "9223372036854775807"
 
-// Since is the jsonpath of the entries of a usage column later than the variable $from, in
-// milliseconds. Strict, and silent about its errors, it takes nothing from a column that is
-// no array, from elements that are no objects, and from times that are no numbers.
-//
-// It is one look at the column, which is often stored out of line: a CASE around the
-// column would read and unpack it twice.
-const Since = "strict $[*] ? (@.at > $from)"
-
 // Count is the SQL of the count under the key of a jsonb expression: a non-negative
 // numeric. What is no number counts 0, as a negative number does, and a number beyond
 // bigint counts as the largest one. It never raises. Fractions stay, to be rounded

@@ -45,9 +45,10 @@ SELECT $10::int AS rule, (WITH started AS MATERIALIZED (
   FROM "legion_agents" AS agent
   WHERE agent.metadata IS NOT NULL AND agent.agent_id <> $13 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
     AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))) AS slots CROSS JOIN (SELECT least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'total_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'total_tokens')::numeric)) ELSE 0 END), 0)))::bigint AS tokens, least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'evals') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'evals')::numeric)) ELSE 0 END), 0)))::bigint AS evals FROM "legion_agents" AS agent
-  CROSS JOIN LATERAL jsonb_path_query(agent.usage, $14::jsonpath,
-    jsonb_build_object('from', (SELECT extract(epoch FROM now - interval '86400000000 microseconds') * 1000 FROM clock)), true) AS entry
-  WHERE (agent.metadata IS NOT NULL OR agent.agent_id = $15) AND agent.updated_at > now() - interval '86700000000 microseconds') AS used
+  CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
+  WHERE (agent.metadata IS NOT NULL OR agent.agent_id = $14) AND agent.updated_at > now() - interval '86700000000 microseconds'
+    AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
+      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - interval '86400000000 microseconds') * 1000 FROM clock) ELSE false END) AS used
 ) AS measured
 ORDER BY measured.rule;
 -- $1 = '{"email":"someone@example.com","tenant":"acme"}'
@@ -63,8 +64,7 @@ ORDER BY measured.rule;
 -- $11 = 'agent'
 -- $12 = 101
 -- $13 = 'agent'
--- $14 = 'strict $[*] ? (@.at > $from)'
--- $15 = 'agent'
+-- $14 = 'agent'
 
 INSERT INTO "legion_agents" AS agent
   (agent_id, metadata, started_at, created_at, updated_at, status, lease_expires_at)

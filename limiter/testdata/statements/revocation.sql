@@ -35,9 +35,10 @@ ORDER BY measured.rule;
 SELECT agent_id FROM "legion_agents" WHERE "agent_id" = $1 ORDER BY agent_id FOR NO KEY UPDATE;
 -- $1 = 'agent'
 
-SELECT agent_id FROM "legion_agents" AS agent WHERE (agent.agent_id <> $1 AND agent.status = 'running' AND agent.run_id IS NOT NULL) AND agent.lease_expires_at <= (SELECT clock_timestamp()) AND "agent"."metadata" @> $2::jsonb ORDER BY agent_id FOR NO KEY UPDATE SKIP LOCKED;
+SELECT agent_id FROM "legion_agents" AS agent WHERE (agent.agent_id <> $1 AND agent.status = 'running' AND agent.run_id IS NOT NULL) AND agent.lease_expires_at <= (SELECT clock_timestamp()) AND "agent"."metadata" @> $2::jsonb ORDER BY agent_id LIMIT $3 FOR NO KEY UPDATE SKIP LOCKED;
 -- $1 = 'agent'
 -- $2 = '{"tenant":"acme"}'
+-- $3 = 10000
 
 UPDATE "legion_agents" SET lease_expires_at = NULL WHERE agent_id IN ($1) AND status = 'running' AND lease_expires_at <= clock_timestamp();
 -- $1 = 'expired'

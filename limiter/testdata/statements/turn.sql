@@ -28,9 +28,10 @@ SELECT $3::int AS rule, (WITH started AS MATERIALIZED (
   FROM "legion_agents" AS agent
   WHERE "agent"."metadata" @> $7::jsonb AND agent.agent_id <> $8 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
     AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))) AS slots CROSS JOIN (SELECT least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'total_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'total_tokens')::numeric)) ELSE 0 END), 0)))::bigint AS tokens, least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'evals') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'evals')::numeric)) ELSE 0 END), 0)))::bigint AS evals FROM "legion_agents" AS agent
-  CROSS JOIN LATERAL jsonb_path_query(agent.usage, $9::jsonpath,
-    jsonb_build_object('from', (SELECT extract(epoch FROM now - interval '60000000 microseconds') * 1000 FROM clock)), true) AS entry
-  WHERE ("agent"."metadata" @> $10::jsonb OR agent.agent_id = $11) AND agent.updated_at > now() - interval '360000000 microseconds') AS used
+  CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
+  WHERE ("agent"."metadata" @> $9::jsonb OR agent.agent_id = $10) AND agent.updated_at > now() - interval '360000000 microseconds'
+    AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
+      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - interval '60000000 microseconds') * 1000 FROM clock) ELSE false END) AS used
 ) AS measured
 ORDER BY measured.rule;
 -- $1 = '{"tenant":"acme"}'
@@ -41,9 +42,8 @@ ORDER BY measured.rule;
 -- $6 = 11
 -- $7 = '{"tenant":"acme"}'
 -- $8 = 'agent'
--- $9 = 'strict $[*] ? (@.at > $from)'
--- $10 = '{"tenant":"acme"}'
--- $11 = 'agent'
+-- $9 = '{"tenant":"acme"}'
+-- $10 = 'agent'
 
 INSERT INTO "legion_agents" AS agent (agent_id, created_at, updated_at, status, run_id, reserved_tokens, lease_expires_at, metadata, started_at, agent_type, parent_agent_id)
 VALUES ($1, clock_timestamp(), clock_timestamp(), 'running', $2, $3, clock_timestamp() + interval '30000000 microseconds', $4::jsonb, clock_timestamp(), $5, $6)
