@@ -310,3 +310,33 @@ func (f *failureRecorder) Trace(_ context.Context, _ time.Time, _ func() (string
 		f.errors = append(f.errors, err)
 	}
 }
+
+func TestNoCommitButItsOwnIsMadeWithoutAFlush(t *testing.T) {
+	t.Parallel()
+
+	db, _, _ := useFunction(t)
+	require.NoError(t, limiter.Enforce(db, "one", runningRule(1)))
+
+	setting := func(tx *gorm.DB) (value string) {
+		require.NoError(t, tx.Raw("SHOW synchronous_commit").Scan(&value).Error)
+
+		return value
+	}
+
+	before := setting(db)
+
+	require.NoError(t, db.Connection(func(session *gorm.DB) error {
+		require.ErrorIs(t, limiter.Enforce(session, "two", runningRule(1)), limiter.ErrExceeded)
+		require.NoError(t, limiter.Enforce(session, "one", tokensRule(9)))
+		require.Equal(t, before, setting(session))
+
+		return nil
+	}))
+	require.NoError(t, db.Transaction(func(tx *gorm.DB) error {
+		require.ErrorIs(t, limiter.Enforce(tx, "two", runningRule(1)), limiter.ErrExceeded)
+		require.NoError(t, limiter.Enforce(tx, "one", tokensRule(9)))
+		require.Equal(t, before, setting(tx))
+
+		return nil
+	}))
+}

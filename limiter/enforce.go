@@ -131,6 +131,22 @@ func (c *call) undecided() []*Decision {
 }
 
 func (c *call) run() ([]*Decision, error) {
+	if denial := c.deniedAtOnce(); denial != nil {
+		c.noteDenial(denial)
+
+		return nil, denial
+	}
+
+	decisions, err := c.runLocked()
+	if denial, ok := errors.AsType[*ExceededError](err); ok {
+		c.noteDenial(denial)
+	}
+
+	return decisions, err
+}
+
+// runLocked decides by the protocol of locks.go.
+func (c *call) runLocked() ([]*Decision, error) {
 	joined := database.InTransaction(c.db)
 
 	if !joined {

@@ -131,3 +131,28 @@ func requireExceeded(err error) {
 		panic(err)
 	}
 }
+
+// A denial is right in any snapshot, so who comes back to an identity that has just denied
+// waits for nobody.
+func TestADeniedCallerThatComesBackWaitsForNobody(t *testing.T) {
+	t.Parallel()
+
+	db := setup(t, pgtest.MaxOpenConnections(3))
+	require.NoError(t, limiter.Enforce(db, "first", maxAgents(tenant, 1)))
+	requireDenied(t, limiter.Enforce(db, "second", maxAgents(tenant, 1)), limiter.LimitAgents)
+
+	holder := begin(t, db)
+	require.NoError(t, limiter.Enforce(holder, "first", recordOnly(tenant)))
+
+	for range 20 {
+		exceeded := requireDenied(t, limiter.Enforce(db.WithContext(impatient(t)), "second", maxAgents(tenant, 1)), limiter.LimitAgents)
+		require.InDelta(t, window, exceeded.RetryAfter, float64(time.Minute))
+	}
+
+	// What is not denied takes its turn, also under the same identity.
+	waiting := inBackground(func() error { return limiter.Enforce(db, "third", maxAgents(tenant, 2)) })
+
+	waitForLockWaiters(t, db, 1)
+	require.NoError(t, holder.Commit().Error)
+	require.NoError(t, <-waiting)
+}

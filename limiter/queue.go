@@ -26,11 +26,14 @@ type queueKey struct {
 	identity string
 }
 
+func (c *call) queueKey(identity document) queueKey {
+	return queueKey{database.PoolOf(c.db), c.tables.Agents, identity.text}
+}
+
 // queue waits for the call's turn in the line of each of its identities, or for its
 // context to end. It takes them in sorted order, so that two calls cannot wait for
 // each other.
 func (c *call) queue() (leave func(), err error) {
-	pool := database.PoolOf(c.db)
 	own := c.own()
 	slices.SortFunc(own, func(a, b document) int { return strings.Compare(a.text, b.text) })
 
@@ -43,7 +46,7 @@ func (c *call) queue() (leave func(), err error) {
 	}
 
 	for _, identity := range own {
-		left, err := identityQueue.Enter(c.db.Statement.Context, queueKey{pool, c.tables.Agents, identity.text})
+		left, err := identityQueue.Enter(c.db.Statement.Context, c.queueKey(identity))
 		if err != nil {
 			leave()
 

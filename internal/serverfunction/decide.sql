@@ -22,8 +22,8 @@ DECLARE
   v_revoked boolean := false;
   v_registered boolean := false;
 
-  -- A statement that is a transaction of its own begins with it.
-  v_alone constant boolean := NOT (p_request -> 'joined')::boolean AND transaction_timestamp() = statement_timestamp();
+  -- The statement is a transaction of its own, by the caller's word, and has written nothing.
+  v_alone constant boolean := NOT (p_request -> 'joined')::boolean AND pg_current_xact_id_if_assigned() IS NULL;
   v_written bigint;
 BEGIN
   IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
