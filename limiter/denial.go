@@ -105,8 +105,11 @@ func (c *call) deniedAtOnce() *ExceededError {
 		return nil
 	}
 
-	// What is in the way of looking is in the way of the call, which will say so.
-	if database.Autocommit(c.db, c.settings.ConnectionTimeout, look) != nil || denial == nil {
+	if err := database.Autocommit(c.db, c.settings.ConnectionTimeout, look); err != nil {
+		return nil //nolint:nilerr // what is in the way of looking is in the way of the call, which will say so
+	}
+
+	if denial == nil {
 		return nil
 	}
 
