@@ -455,6 +455,36 @@ func TestARevokedSlotIsNeverHeldTwice(t *testing.T) {
 	require.Positive(t, lost.Load())
 }
 
+func TestASlotIsRevokedThoughAnOpenTransactionReferencesItsAgent(t *testing.T) {
+	t.Parallel()
+
+	for name, options := range paths() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			db, plugin := useTurns(t, options...)
+			crash(t, db, 0, "crashed")
+			require.NoError(t, db.Exec("CREATE TABLE messages (agent_id text REFERENCES legion_agents)").Error)
+
+			tx := db.Begin()
+			t.Cleanup(func() { tx.Rollback() })
+			require.NoError(t, tx.Exec("INSERT INTO messages VALUES ('crashed')").Error)
+
+			ctx, cancel := context.WithTimeout(t.Context(), longest)
+			defer cancel()
+
+			require.NoError(t, limiter.Enforce(db.WithContext(ctx), "next", runningRule(1)))
+			require.Nil(t, rowOf(t, db, "crashed").LeaseExpiresAt)
+			require.NoError(t, limiter.Release(db, "next"))
+
+			report, err := plugin.Recover(ctx, recoverUnder(runningRule(1)), func(context.Context, *legion.Turn) error { return nil })
+			require.NoError(t, err)
+			require.Equal(t, []string{"crashed"}, report.Resumed)
+			require.NoError(t, tx.Commit().Error)
+		})
+	}
+}
+
 func TestCrashedAgentsBeginAgainUnderOverlappingRulesWithoutADeadlock(t *testing.T) {
 	t.Parallel()
 

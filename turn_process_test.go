@@ -275,6 +275,35 @@ func TestAPausedProcessLosesItsTurnAndNoTokens(t *testing.T) {
 	require.ErrorIs(t, limiter.Enforce(db, "another", tokensRule(150)), limiter.ErrExceeded, "what it spent counts")
 }
 
+func TestOneOfTwoProcessesGetsTheAgent(t *testing.T) {
+	t.Parallel()
+
+	db, _ := useTurns(t)
+	begin := turnOrder{Begin: &turnBegin{DSN: pgtest.DSN(db), AgentID: "held", Lease: longest, Limit: 5}}
+	processes := []*turnProcess{startTurnProcess(t), startTurnProcess(t)}
+
+	for _, process := range processes {
+		require.NoError(t, process.orders.Encode(begin)) // both before either has answered
+	}
+
+	var begun []*turnProcess
+
+	for _, process := range processes {
+		var reply turnReply
+		require.NoError(t, process.replies.Decode(&reply))
+
+		if reply.Error == "" {
+			begun = append(begun, process)
+		} else {
+			require.Contains(t, reply.Error, legion.ErrAgentRunning.Error())
+		}
+	}
+
+	require.Len(t, begun, 1)
+	require.Empty(t, begun[0].do(t, turnOrder{End: true}))
+	requireIdle(t, db, "held")
+}
+
 func TestACrashReturnsTheReservationWithTheLease(t *testing.T) {
 	t.Parallel()
 

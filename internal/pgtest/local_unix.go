@@ -77,11 +77,12 @@ func launchLocal(ctx context.Context, request *order) (launched, error) {
 		return launched{}, errors.Join(fmt.Errorf("binaries in %s: %w", request.Directory, err), server.release())
 	}
 
+	started := launched{reply{DSN: server.dsn(), Folder: server.folder, ProcessID: server.process.Process.Pid}, server.release}
 	if request.Restarts {
 		go server.revive() //nolint:gosec // its servers outlive ctx, which bounds the first start only
 	}
 
-	return launched{reply{DSN: server.dsn(), Folder: server.folder, ProcessID: server.process.Process.Pid}, server.release}, nil
+	return started, nil
 }
 
 func newLocalServer(request *order) (*localServer, error) {
