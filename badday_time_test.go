@@ -2,6 +2,7 @@ package legion_test
 
 import (
 	"bytes"
+	"net/url"
 	"os/exec"
 	"path/filepath"
 	"testing"
@@ -104,12 +105,12 @@ func TestADumpThatIsRestoredGoesOn(t *testing.T) {
 
 	var text, failures bytes.Buffer
 
-	dumping := exec.CommandContext(t.Context(), dump, "--dbname", pgtest.DSN(db))
+	dumping := exec.CommandContext(t.Context(), dump, "--dbname", clientDSN(t, pgtest.DSN(db)))
 	dumping.Stdout, dumping.Stderr = &text, &failures
 	require.NoError(t, dumping.Run(), "%s", &failures)
 
 	fresh := pgtest.Database(t)
-	restoring := exec.CommandContext(t.Context(), restore, "--dbname", fresh, "--quiet", "--set", "ON_ERROR_STOP=1", "--file", "-")
+	restoring := exec.CommandContext(t.Context(), restore, "--dbname", clientDSN(t, fresh), "--quiet", "--set", "ON_ERROR_STOP=1", "--file", "-")
 	restoring.Stdin, restoring.Stderr = &text, &failures
 	require.NoError(t, restoring.Run(), "%s", &failures)
 
@@ -128,6 +129,20 @@ func TestADumpThatIsRestoredGoesOn(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, turn.RunID(), *agent.RunID)
 	require.NoError(t, turn.End(t.Context()))
+}
+
+// clientDSN is a DSN as PostgreSQL's own clients read it: without the driver's parameters.
+func clientDSN(t *testing.T, dsn string) string {
+	t.Helper()
+
+	location, err := url.Parse(dsn)
+	require.NoError(t, err)
+
+	query := location.Query()
+	query.Del("default_query_exec_mode")
+	location.RawQuery = query.Encode()
+
+	return location.String()
 }
 
 // programOf finds a program of PostgreSQL's clients.

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 	"gorm.io/gorm"
@@ -475,7 +476,12 @@ func TestTablesOfOneDatabaseDoNotHearEachOther(t *testing.T) {
 
 	for i, table := range tables {
 		// A backslash in a literal means what this setting says.
-		dsn := pgtest.WithParameter(pgtest.DSN(base), "standard_conforming_strings", []string{"on", "off"}[i%2])
+		conforming := []string{"on", "off"}[i%2]
+		if isSimpleProtocol(t, base) {
+			conforming = "on" // the driver insists
+		}
+
+		dsn := pgtest.WithParameter(pgtest.DSN(base), "standard_conforming_strings", conforming)
 		db := pgtest.OpenDSN(t, dsn, pgtest.MaxOpenConnections(2))
 		require.NoError(t, db.Use(legion.New(legion.WithTable(table), legion.WithMigrate(legion.WithNotify()))))
 		watchers[table] = watch(t, db)
@@ -514,4 +520,14 @@ func TestMigrateDownLeavesTheTriggersOfAnotherTable(t *testing.T) {
 	}))
 	require.NoError(t, legion.MigrateDown(tenant))
 	require.Len(t, notifying(t, db), 3)
+}
+
+// isSimpleProtocol reports whether the tests run in that mode of the driver.
+func isSimpleProtocol(t *testing.T, db *gorm.DB) bool {
+	t.Helper()
+
+	config, err := pgx.ParseConfig(pgtest.DSN(db))
+	require.NoError(t, err)
+
+	return config.DefaultQueryExecMode == pgx.QueryExecModeSimpleProtocol
 }
