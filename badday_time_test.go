@@ -2,6 +2,7 @@ package legion_test
 
 import (
 	"bytes"
+	"fmt"
 	"net/url"
 	"os/exec"
 	"path/filepath"
@@ -99,6 +100,8 @@ func TestADumpThatIsRestoredGoesOn(t *testing.T) {
 	dump, restore := programOf(t, "pg_dump"), programOf(t, "psql")
 
 	db, plugin := useTurns(t, legion.WithServerFunction(), legion.WithMigrate(legion.WithNotify()))
+	requireNotOlder(t, dump, db)
+
 	turn, err := plugin.Begin(t.Context(), "one", reserving(300, tokensRule(1000), runningRule(1)))
 	require.NoError(t, err)
 	require.NoError(t, turn.Record(t.Context(), models.Usage{TotalTokens: 100}))
@@ -129,6 +132,27 @@ func TestADumpThatIsRestoredGoesOn(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, turn.RunID(), *agent.RunID)
 	require.NoError(t, turn.End(t.Context()))
+}
+
+// requireNotOlder skips the test where pg_dump is older than the server, which it refuses.
+func requireNotOlder(t *testing.T, dump string, db *gorm.DB) {
+	t.Helper()
+
+	text, err := exec.CommandContext(t.Context(), dump, "--version").Output()
+	require.NoError(t, err)
+
+	var (
+		client int
+		server int
+	)
+
+	_, err = fmt.Sscanf(string(text), "pg_dump (PostgreSQL) %d", &client)
+	require.NoError(t, err)
+	require.NoError(t, db.Raw("SELECT current_setting('server_version_num')::int / 10000").Row().Scan(&server))
+
+	if client < server {
+		t.Skipf("pg_dump is of version %d, the server of %d", client, server)
+	}
 }
 
 // clientDSN is a DSN as PostgreSQL's own clients read it: without the driver's parameters.
