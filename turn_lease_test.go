@@ -22,7 +22,7 @@ import (
 
 // shortLease is long enough for a renewal on a busy machine, and short enough for a test
 // to outlast several.
-const shortLease = 1500 * time.Millisecond
+const shortLease = 2 * time.Second
 
 // longest bounds what a test waits for.
 const longest = time.Minute

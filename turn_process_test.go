@@ -370,7 +370,7 @@ func TestATurnKeepsItsSlotWithOneProcessorThatIsBusy(t *testing.T) {
 	lease := 2 * shortLease
 	require.Empty(t, process.do(t, turnOrder{Begin: &turnBegin{DSN: pgtest.DSN(db), AgentID: "held", Lease: lease, Limit: 1}}))
 
-	for deadline := time.Now().Add(3 * lease); time.Now().Before(deadline); time.Sleep(lease / 10) {
+	for deadline := time.Now().Add(5 * lease / 2); time.Now().Before(deadline); time.Sleep(lease / 10) {
 		require.ErrorIs(t, limiter.Enforce(db, "next", runningRule(1)), limiter.ErrExceeded)
 	}
 
