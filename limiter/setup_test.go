@@ -304,9 +304,12 @@ func setupWith(t *testing.T, plugin plugin, options ...gorm.Option) *gorm.DB {
 
 	db := setup(t, options...)
 
-	if _, used := db.Plugins[plugin.Name()]; used {
+	switch _, used := db.Plugins[plugin.Name()]; {
+	case used && plugin.settings.Model == nil:
 		useFunction(t, db, plugin)
-	} else {
+	case used:
+		db.Plugins[plugin.Name()] = plugin // its table is not the one that has the function
+	default:
 		require.NoError(t, db.Use(plugin))
 	}
 
