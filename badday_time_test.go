@@ -88,7 +88,7 @@ func TestAWindowHasNoDaylightSaving(t *testing.T) {
 	db := pgtest.OpenDSN(t, pgtest.WithParameter(pgtest.Database(t), "options", "-c TimeZone=America/New_York"))
 
 	var hours, days float64
-	require.NoError(t, db.Raw(`SELECT extract(epoch FROM at - (at - interval '86400000000 microseconds')), extract(epoch FROM at - (at - interval '1 day'))
+	require.NoError(t, db.Raw(`SELECT extract(epoch FROM at - (at - 86400000000 * interval '1 microsecond')), extract(epoch FROM at - (at - interval '1 day'))
 		FROM (SELECT timestamptz '2026-03-08 12:00:00-04' AS at) AS change`).Row().Scan(&hours, &days))
 	require.InDelta(t, 86400, hours, 0)
 	require.InDelta(t, 82800, days, 0, "what a day would be on the day that the clocks go forward")

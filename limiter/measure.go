@@ -309,9 +309,10 @@ func (r preparedRule) matches() clause.Expression {
 }
 
 // interval is a duration as a constant. A parameter would leave the planner without an
-// estimate of the window, and an application has few different windows.
+// estimate of the window, and an application has few different windows. It is a product,
+// since PostgreSQL 14 reads no more than 2^31 microseconds from a literal.
 func interval(duration time.Duration) clause.Expression {
-	return expression(fmt.Sprintf("interval '%d microseconds'", duration.Microseconds()))
+	return expression(fmt.Sprintf("(%d * interval '1 microsecond')", duration.Microseconds()))
 }
 
 // expression is SQL text with a ? for each var: a value becomes a parameter, a

@@ -188,7 +188,7 @@ func (m *modelMachine) shift(by time.Duration) error {
 	// What is then exactly as old as a window is long, for the model, must not be
 	// younger because its time was rounded up.
 	by += modelEarly
-	interval := fmt.Sprintf("interval '%d microseconds'", by.Microseconds())
+	interval := fmt.Sprintf("(%d * interval '1 microsecond')", by.Microseconds())
 
 	return m.db.Exec(`
 UPDATE legion_agents SET
@@ -216,7 +216,7 @@ func (m *modelMachine) writeTurn(turn modelTurn) (bool, error) {
 
 	lease := "NULL"
 	if turn.HasLease {
-		lease = fmt.Sprintf("clock_timestamp() + interval '%d microseconds'", turn.Lease.Microseconds())
+		lease = fmt.Sprintf("clock_timestamp() + %d * interval '1 microsecond'", turn.Lease.Microseconds())
 	}
 
 	result := m.db.Exec(`UPDATE legion_agents SET status = ?, run_id = ?, reserved_tokens = ?, lease_expires_at = `+lease+` WHERE agent_id = ?`,

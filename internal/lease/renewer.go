@@ -57,7 +57,7 @@ func RenewStatement(quotedTable string, length time.Duration) string {
     AND agent.lease_expires_at > clock_timestamp()
   ORDER BY agent.agent_id FOR NO KEY UPDATE SKIP LOCKED
 ), renewed AS (
-  UPDATE %[1]s AS agent SET lease_expires_at = clock_timestamp() + interval '%[2]d microseconds'
+  UPDATE %[1]s AS agent SET lease_expires_at = clock_timestamp() + %[2]d * interval '1 microsecond'
   FROM locked
   WHERE agent.agent_id = locked.agent_id AND agent.run_id = locked.run_id
     AND agent.status = 'running' AND agent.lease_expires_at > clock_timestamp()

@@ -7,7 +7,7 @@ WITH asked AS (
     AND agent.lease_expires_at > clock_timestamp()
   ORDER BY agent.agent_id FOR NO KEY UPDATE SKIP LOCKED
 ), renewed AS (
-  UPDATE "app"."Agents" AS agent SET lease_expires_at = clock_timestamp() + interval '30000000 microseconds'
+  UPDATE "app"."Agents" AS agent SET lease_expires_at = clock_timestamp() + 30000000 * interval '1 microsecond'
   FROM locked
   WHERE agent.agent_id = locked.agent_id AND agent.run_id = locked.run_id
     AND agent.status = 'running' AND agent.lease_expires_at > clock_timestamp()

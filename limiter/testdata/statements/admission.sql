@@ -21,7 +21,7 @@ CROSS JOIN (
 SELECT $3::int AS rule, (WITH started AS MATERIALIZED (
   SELECT FROM "legion_agents" AS agent
   WHERE "agent"."metadata" @> $4::jsonb AND agent.agent_id <> $5
-    AND agent.started_at > (SELECT now - interval '60000000 microseconds' FROM clock) AND agent.started_at > now() - interval '60000000 microseconds'
+    AND agent.started_at > (SELECT now - (60000000 * interval '1 microsecond') FROM clock) AND agent.started_at > now() - (60000000 * interval '1 microsecond')
 ) SELECT count(*) FROM (SELECT FROM started LIMIT $6::bigint) AS counted) AS agents, slots.*, used.* FROM (SELECT count(*) AS running,
     count(*) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)) AS expired_running,
     least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)), 0)))::bigint AS reserved, least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)), 0)))::bigint AS expired_reserved
@@ -29,9 +29,9 @@ SELECT $3::int AS rule, (WITH started AS MATERIALIZED (
   WHERE "agent"."metadata" @> $7::jsonb AND agent.agent_id <> $8 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
     AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))) AS slots CROSS JOIN (SELECT least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'total_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'total_tokens')::numeric)) ELSE 0 END), 0)))::bigint AS tokens, least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'evals') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'evals')::numeric)) ELSE 0 END), 0)))::bigint AS evals FROM "legion_agents" AS agent
   CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
-  WHERE ("agent"."metadata" @> $9::jsonb OR agent.agent_id = $10) AND agent.updated_at > now() - interval '360000000 microseconds'
+  WHERE ("agent"."metadata" @> $9::jsonb OR agent.agent_id = $10) AND agent.updated_at > now() - (360000000 * interval '1 microsecond')
     AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
-      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - interval '60000000 microseconds') * 1000 FROM clock) ELSE false END) AS used
+      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - (60000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END) AS used
 ) AS measured
 ORDER BY measured.rule;
 -- $1 = '{"tenant":"acme"}'
@@ -47,12 +47,12 @@ ORDER BY measured.rule;
 
 INSERT INTO "legion_agents" AS agent
   (agent_id, metadata, started_at, created_at, updated_at, status, lease_expires_at)
-VALUES ($1, $2::jsonb, clock_timestamp(), clock_timestamp(), clock_timestamp(), 'running', clock_timestamp() + interval '30000000 microseconds')
+VALUES ($1, $2::jsonb, clock_timestamp(), clock_timestamp(), clock_timestamp(), 'running', clock_timestamp() + (30000000 * interval '1 microsecond'))
 ON CONFLICT (agent_id) DO UPDATE SET
   metadata = excluded.metadata, started_at = coalesce(agent.started_at, excluded.started_at), deleted_at = NULL, updated_at = clock_timestamp(), status = 'running', (run_id, reserved_tokens, lease_expires_at) = (
     SELECT CASE WHEN live THEN agent.run_id END,
       CASE WHEN live THEN agent.reserved_tokens ELSE 0 END,
-      CASE WHEN live THEN agent.lease_expires_at ELSE clock_timestamp() + interval '30000000 microseconds' END
+      CASE WHEN live THEN agent.lease_expires_at ELSE clock_timestamp() + (30000000 * interval '1 microsecond') END
     FROM (SELECT coalesce(agent.status = 'running' AND agent.run_id IS NOT NULL AND agent.lease_expires_at > clock_timestamp(), false) AS live) AS own);
 -- $1 = 'agent'
 -- $2 = '{"tenant":"acme"}'

@@ -20,9 +20,9 @@ LEFT JOIN "legion_agents" AS own ON own.agent_id = $2
 CROSS JOIN (
 SELECT $3::int AS rule, 0 AS agents, slots.*, used.* FROM (SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved) AS slots CROSS JOIN (SELECT least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'total_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'total_tokens')::numeric)) ELSE 0 END), 0)))::bigint AS tokens, least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'evals') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'evals')::numeric)) ELSE 0 END), 0)))::bigint AS evals FROM "legion_agents" AS agent
   CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
-  WHERE ("agent"."metadata" @> $4::jsonb OR agent.agent_id = $5) AND agent.updated_at > now() - interval '3900000000 microseconds'
+  WHERE ("agent"."metadata" @> $4::jsonb OR agent.agent_id = $5) AND agent.updated_at > now() - (3900000000 * interval '1 microsecond')
     AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
-      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - interval '3600000000 microseconds') * 1000 FROM clock) ELSE false END) AS used
+      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - (3600000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END) AS used
 ) AS measured
 ORDER BY measured.rule;
 -- $1 = '{"tenant":"acme"}'
@@ -42,9 +42,9 @@ FROM (
   SELECT amount, expires, ceil(sum(CASE WHEN own THEN 0 ELSE amount END) OVER (ORDER BY expires DESC)) AS held FROM (SELECT CASE jsonb_typeof(entry -> 'evals') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'evals')::numeric)) ELSE 0 END AS amount, (entry ->> 'at')::numeric * 1000 + $4::bigint AS expires, false AS own
   FROM "legion_agents" AS agent
   CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
-  WHERE ("agent"."metadata" @> $5::jsonb OR agent.agent_id = $6) AND agent.updated_at > now() - interval '3900000000 microseconds'
+  WHERE ("agent"."metadata" @> $5::jsonb OR agent.agent_id = $6) AND agent.updated_at > now() - (3900000000 * interval '1 microsecond')
     AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
-      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - interval '3600000000 microseconds') * 1000 FROM clock) ELSE false END) AS item
+      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - (3600000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END) AS item
 ) AS held
 ) AS forecast
 ORDER BY forecast.quota;

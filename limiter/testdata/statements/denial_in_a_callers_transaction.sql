@@ -23,7 +23,7 @@ CROSS JOIN (
 SELECT $3::int AS rule, (WITH started AS MATERIALIZED (
   SELECT FROM "legion_agents" AS agent
   WHERE "agent"."metadata" @> $4::jsonb AND agent.agent_id <> $5
-    AND agent.started_at > (SELECT now - interval '3600000000 microseconds' FROM clock) AND agent.started_at > now() - interval '3600000000 microseconds'
+    AND agent.started_at > (SELECT now - (3600000000 * interval '1 microsecond') FROM clock) AND agent.started_at > now() - (3600000000 * interval '1 microsecond')
 ) SELECT count(*) FROM (SELECT FROM started LIMIT $6::bigint) AS counted) AS agents, slots.*, used.* FROM (SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
 ) AS measured
 ORDER BY measured.rule;
@@ -40,9 +40,9 @@ FROM clock CROSS JOIN (
 SELECT $1::int AS rule, $2::int AS quota,
   least(9223372036854775807, ceil(coalesce(sum(amount), 0)))::bigint AS used, max(least(9223372036854775807, expires)) FILTER (WHERE amount > 0)::bigint AS resets_at, max(least(9223372036854775807, expires)) FILTER (WHERE held >= $3::numeric + (SELECT count(started_at) FROM "legion_agents" WHERE agent_id = $4))::bigint AS blocked_to
 FROM (
-  SELECT amount, expires, ceil(sum(CASE WHEN own THEN 0 ELSE amount END) OVER (ORDER BY expires DESC)) AS held FROM (SELECT 1::numeric AS amount, extract(epoch FROM agent.started_at + interval '3600000000 microseconds') * 1000000 AS expires, false AS own
+  SELECT amount, expires, ceil(sum(CASE WHEN own THEN 0 ELSE amount END) OVER (ORDER BY expires DESC)) AS held FROM (SELECT 1::numeric AS amount, extract(epoch FROM agent.started_at + (3600000000 * interval '1 microsecond')) * 1000000 AS expires, false AS own
   FROM "legion_agents" AS agent
-  WHERE ("agent"."metadata" @> $5::jsonb OR agent.agent_id = $6) AND agent.started_at > (SELECT now - interval '3600000000 microseconds' FROM clock) AND agent.started_at > now() - interval '3600000000 microseconds') AS item
+  WHERE ("agent"."metadata" @> $5::jsonb OR agent.agent_id = $6) AND agent.started_at > (SELECT now - (3600000000 * interval '1 microsecond') FROM clock) AND agent.started_at > now() - (3600000000 * interval '1 microsecond')) AS item
 ) AS held
 ) AS forecast
 ORDER BY forecast.quota;

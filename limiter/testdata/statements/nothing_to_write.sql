@@ -21,7 +21,7 @@ CROSS JOIN (
 SELECT $3::int AS rule, (WITH started AS MATERIALIZED (
   SELECT FROM "legion_agents" AS agent
   WHERE "agent"."metadata" @> $4::jsonb AND agent.agent_id <> $5
-    AND agent.started_at > (SELECT now - interval '3600000000 microseconds' FROM clock) AND agent.started_at > now() - interval '3600000000 microseconds'
+    AND agent.started_at > (SELECT now - (3600000000 * interval '1 microsecond') FROM clock) AND agent.started_at > now() - (3600000000 * interval '1 microsecond')
 ) SELECT count(*) FROM (SELECT FROM started LIMIT $6::bigint) AS counted) AS agents, slots.*, used.* FROM (SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
 ) AS measured
 ORDER BY measured.rule;

@@ -70,12 +70,12 @@ ORDER BY measured.rule;
 
 INSERT INTO "legion_agents" AS agent
   (agent_id, metadata, started_at, created_at, updated_at, status, lease_expires_at)
-VALUES ($1, $2::jsonb, clock_timestamp(), clock_timestamp(), clock_timestamp(), 'running', clock_timestamp() + interval '30000000 microseconds')
+VALUES ($1, $2::jsonb, clock_timestamp(), clock_timestamp(), clock_timestamp(), 'running', clock_timestamp() + (30000000 * interval '1 microsecond'))
 ON CONFLICT (agent_id) DO UPDATE SET
   metadata = excluded.metadata, started_at = coalesce(agent.started_at, excluded.started_at), deleted_at = NULL, updated_at = clock_timestamp(), status = 'running', (run_id, reserved_tokens, lease_expires_at) = (
     SELECT CASE WHEN live THEN agent.run_id END,
       CASE WHEN live THEN agent.reserved_tokens ELSE 0 END,
-      CASE WHEN live THEN agent.lease_expires_at ELSE clock_timestamp() + interval '30000000 microseconds' END
+      CASE WHEN live THEN agent.lease_expires_at ELSE clock_timestamp() + (30000000 * interval '1 microsecond') END
     FROM (SELECT coalesce(agent.status = 'running' AND agent.run_id IS NOT NULL AND agent.lease_expires_at > clock_timestamp(), false) AS live) AS own);
 -- $1 = 'agent'
 -- $2 = '{"tenant":"acme"}'

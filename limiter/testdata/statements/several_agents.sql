@@ -28,7 +28,7 @@ CROSS JOIN (
 SELECT $3::int AS rule, (WITH started AS MATERIALIZED (
   SELECT FROM "legion_agents" AS agent
   WHERE "agent"."metadata" @> $4::jsonb AND agent.agent_id <> $5
-    AND agent.started_at > (SELECT now - interval '3600000000 microseconds' FROM clock) AND agent.started_at > now() - interval '3600000000 microseconds'
+    AND agent.started_at > (SELECT now - (3600000000 * interval '1 microsecond') FROM clock) AND agent.started_at > now() - (3600000000 * interval '1 microsecond')
 ) SELECT count(*) FROM (SELECT FROM started LIMIT $6::bigint) AS counted) AS agents, slots.*, used.* FROM (SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
 ) AS measured
 ORDER BY measured.rule;
@@ -74,12 +74,12 @@ ORDER BY measured.rule;
 
 INSERT INTO "legion_agents" AS agent
   (agent_id, metadata, started_at, created_at, updated_at, status, lease_expires_at)
-VALUES ($1, $2::jsonb, clock_timestamp(), clock_timestamp(), clock_timestamp(), 'running', clock_timestamp() + interval '30000000 microseconds')
+VALUES ($1, $2::jsonb, clock_timestamp(), clock_timestamp(), clock_timestamp(), 'running', clock_timestamp() + (30000000 * interval '1 microsecond'))
 ON CONFLICT (agent_id) DO UPDATE SET
   metadata = excluded.metadata, started_at = coalesce(agent.started_at, excluded.started_at), deleted_at = NULL, updated_at = clock_timestamp(), status = 'running', (run_id, reserved_tokens, lease_expires_at) = (
     SELECT CASE WHEN live THEN agent.run_id END,
       CASE WHEN live THEN agent.reserved_tokens ELSE 0 END,
-      CASE WHEN live THEN agent.lease_expires_at ELSE clock_timestamp() + interval '30000000 microseconds' END
+      CASE WHEN live THEN agent.lease_expires_at ELSE clock_timestamp() + (30000000 * interval '1 microsecond') END
     FROM (SELECT coalesce(agent.status = 'running' AND agent.run_id IS NOT NULL AND agent.lease_expires_at > clock_timestamp(), false) AS live) AS own);
 -- $1 = 'another'
 -- $2 = '{"tenant":"globex"}'

@@ -25,7 +25,7 @@ ORDER BY measured.rule;
 -- $2 = 'agent'
 -- $3 = 0
 
-UPDATE "legion_agents" AS agent SET lease_expires_at = clock_timestamp() + interval '30000000 microseconds' WHERE agent.agent_id = $1 AND agent.run_id = $2 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL;
+UPDATE "legion_agents" AS agent SET lease_expires_at = clock_timestamp() + (30000000 * interval '1 microsecond') WHERE agent.agent_id = $1 AND agent.run_id = $2 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL;
 -- $1 = 'agent'
 -- $2 = 'run'
 

@@ -29,9 +29,9 @@ SELECT $3::int AS rule, 0 AS agents, slots.*, used.* FROM (SELECT count(*) AS ru
   WHERE "agent"."metadata" @> $4::jsonb AND agent.agent_id <> $5 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
     AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))) AS slots CROSS JOIN (SELECT least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'total_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'total_tokens')::numeric)) ELSE 0 END), 0)))::bigint AS tokens, least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'evals') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'evals')::numeric)) ELSE 0 END), 0)))::bigint AS evals FROM "legion_agents" AS agent
   CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
-  WHERE ("agent"."metadata" @> $6::jsonb OR agent.agent_id = $7) AND agent.updated_at > now() - interval '360000000 microseconds'
+  WHERE ("agent"."metadata" @> $6::jsonb OR agent.agent_id = $7) AND agent.updated_at > now() - (360000000 * interval '1 microsecond')
     AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
-      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - interval '60000000 microseconds') * 1000 FROM clock) ELSE false END) AS used
+      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - (60000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END) AS used
 ) AS measured
 ORDER BY measured.rule;
 -- $1 = '{"tenant":"acme"}'
@@ -42,7 +42,7 @@ ORDER BY measured.rule;
 -- $6 = '{"tenant":"acme"}'
 -- $7 = 'agent'
 
-UPDATE "legion_agents" AS agent SET updated_at = clock_timestamp(), run_id = $1, reserved_tokens = $2, lease_expires_at = clock_timestamp() + interval '30000000 microseconds', metadata = $3::jsonb, started_at = coalesce(agent.started_at, clock_timestamp())
+UPDATE "legion_agents" AS agent SET updated_at = clock_timestamp(), run_id = $1, reserved_tokens = $2, lease_expires_at = clock_timestamp() + (30000000 * interval '1 microsecond'), metadata = $3::jsonb, started_at = coalesce(agent.started_at, clock_timestamp())
 WHERE (agent.agent_id = $4 AND agent.run_id = $5 AND agent.status = 'running' AND agent.deleted_at IS NULL
   AND (agent.lease_expires_at IS NULL OR agent.lease_expires_at <= clock_timestamp())) OR (agent.agent_id = $6 AND agent.run_id = $7 AND agent.status = 'running' AND agent.deleted_at IS NULL
   AND (agent.lease_expires_at IS NULL OR agent.lease_expires_at <= clock_timestamp()));

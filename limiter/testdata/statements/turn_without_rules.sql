@@ -29,8 +29,8 @@ ORDER BY measured.rule;
 -- $3 = 0
 
 INSERT INTO "legion_agents" AS agent (agent_id, created_at, updated_at, status, run_id, reserved_tokens, lease_expires_at)
-VALUES ($1, clock_timestamp(), clock_timestamp(), 'running', $2, $3, clock_timestamp() + interval '30000000 microseconds')
-ON CONFLICT (agent_id) DO UPDATE SET deleted_at = NULL, updated_at = clock_timestamp(), status = 'running', run_id = excluded.run_id, reserved_tokens = excluded.reserved_tokens, lease_expires_at = clock_timestamp() + interval '30000000 microseconds'
+VALUES ($1, clock_timestamp(), clock_timestamp(), 'running', $2, $3, clock_timestamp() + (30000000 * interval '1 microsecond'))
+ON CONFLICT (agent_id) DO UPDATE SET deleted_at = NULL, updated_at = clock_timestamp(), status = 'running', run_id = excluded.run_id, reserved_tokens = excluded.reserved_tokens, lease_expires_at = clock_timestamp() + (30000000 * interval '1 microsecond')
 WHERE NOT coalesce(agent.status = 'running' AND agent.run_id IS NOT NULL AND agent.lease_expires_at > clock_timestamp(), false);
 -- $1 = 'agent'
 -- $2 = 'run'
