@@ -301,8 +301,6 @@ func TestRandomRoundsHaveASerialHistory(t *testing.T) {
 	require.Zero(t, concurrentDeadlocks(t, arena.dsn, arena.pools...))
 }
 
-// Without a part of the protocol the same rounds must show a fault, or they would not
-// show that there is none with it.
 // Calls by statements and calls by the server's function keep each other exact.
 func TestRandomRoundsWithTheServerFunctionHaveASerialHistory(t *testing.T) {
 	t.Parallel()
@@ -327,6 +325,8 @@ func TestRandomRoundsWithTheServerFunctionHaveASerialHistory(t *testing.T) {
 	}
 }
 
+// Without a part of the protocol the same rounds must show a fault, or they would not
+// show that there is none with it.
 func TestRandomRoundsWithoutAPartOfTheProtocolShowItsFault(t *testing.T) {
 	t.Parallel()
 

@@ -42,15 +42,8 @@ func configOf(db *gorm.DB, timeout time.Duration) (config *pgx.ConnConfig, err e
 			"say how with legion.WithConnect", fault.ErrInvalidConfig)
 	}
 
-	ctx, cancel := context.WithTimeout(db.Statement.Context, timeout)
-	defer cancel()
-
-	connection, err := pool.Conn(ctx)
-
-	switch {
-	case err != nil && db.Statement.Context.Err() == nil && ctx.Err() != nil:
-		return nil, errNoConnection(timeout)
-	case err != nil:
+	connection, err := connectionWithin(db.Statement.Context, pool, timeout)
+	if err != nil {
 		return nil, err
 	}
 

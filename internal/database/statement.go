@@ -99,21 +99,27 @@ func (c *boundedConnection) take(ctx context.Context) (*sql.Conn, error) {
 		return c.taken, nil
 	}
 
-	wait, cancel := context.WithTimeout(ctx, c.timeout)
-	defer cancel()
-
-	taken, err := c.pool.Conn(wait)
-
-	switch {
-	case err == nil:
-		c.taken = taken
-
-		return taken, nil
-	case ctx.Err() == nil && wait.Err() != nil:
-		return nil, errNoConnection(c.timeout)
-	default:
+	taken, err := connectionWithin(ctx, c.pool, c.timeout)
+	if err != nil {
 		return nil, err
 	}
+
+	c.taken = taken
+
+	return taken, nil
+}
+
+// connectionWithin takes a connection from the pool, or gives up after the timeout.
+func connectionWithin(ctx context.Context, pool *sql.DB, timeout time.Duration) (*sql.Conn, error) {
+	wait, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+
+	taken, err := pool.Conn(wait)
+	if err != nil && ctx.Err() == nil && wait.Err() != nil {
+		return nil, errNoConnection(timeout)
+	}
+
+	return taken, err
 }
 
 func (c *boundedConnection) close() error {

@@ -115,8 +115,6 @@ type Place struct {
 
 // Create returns the SQL that makes the functions, or replaces them.
 func Create(place Place) []string {
-	const row = "agent"
-
 	measuredStart := "to_timestamp(0) + (v_measured ->> 'started_at')::bigint * interval '1 microsecond'"
 	replacer := strings.NewReplacer(
 		"{{measure}}", place.Functions[0],
@@ -127,7 +125,7 @@ func Create(place Place) []string {
 		"{{identities}}", place.Identities,
 		"{{marker}}", mark,
 		"{{live own}}", run.Live("own", "v_now"),
-		"{{live agent}}", run.Live(row, run.Now),
+		"{{live agent}}", run.Live("agent", run.Now),
 		"{{measured start}}", measuredStart,
 		"{{slots}}", `count(*), count(*) FILTER (WHERE agent.lease_expires_at <= v_now),
         `+usagesql.Saturate("sum(greatest(0, agent.reserved_tokens))")+`,
