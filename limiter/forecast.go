@@ -33,9 +33,23 @@ type quotaForecast struct {
 // a start, a slot, an entry of usage, a reservation. So what has to be waited for is the
 // first item, from the last to expire backwards, with which the sum reaches the bound.
 func (c *call) forecastLimits(tx *gorm.DB, request *request) ([][]quotaForecast, error) {
+	return c.forecastBy(tx, request, c.limitStatement)
+}
+
+// forecastWaits is forecastLimits with nothing but blockedFor, which takes less: it reads no
+// more starts than the limit is.
+func (c *call) forecastWaits(tx *gorm.DB, request *request) ([][]quotaForecast, error) {
+	return c.forecastBy(tx, request, c.waitStatement)
+}
+
+// A quotaStatement forecasts one limit of a rule: what is used, when it resets, and until
+// when it denies, in microseconds.
+type quotaStatement func(rule preparedRule, quota Quota, agentID string) clause.Expression
+
+func (c *call) forecastBy(tx *gorm.DB, request *request, each quotaStatement) ([][]quotaForecast, error) {
 	forecasts := make([][]quotaForecast, len(request.rules))
 
-	statement := c.forecastStatement(request)
+	statement := forecastStatement(request, each)
 	if statement == nil {
 		return forecasts, nil
 	}
@@ -73,23 +87,13 @@ func after(now int64, then sql.NullInt64) time.Duration {
 
 // forecastStatement yields one row for each limit of each rule, or is nil where the
 // rules have no limit.
-func (c *call) forecastStatement(request *request) clause.Expression {
+func forecastStatement(request *request, each quotaStatement) clause.Expression {
 	var limits []any
 
 	for i, rule := range request.rules {
 		for _, quota := range request.quotas(rule.Policy, Usage{}) {
-			items, bound := c.items(rule, quota, request.agentID)
-			limits = append(limits, expression(`SELECT ?::int AS rule, ?::int AS quota,
-  ? AS used, ?::bigint AS resets_at, ?::bigint AS blocked_to
-FROM (
-  SELECT amount, expires, ceil(sum(CASE WHEN own THEN 0 ELSE amount END) OVER (ORDER BY expires DESC)) AS held FROM (?) AS item
-) AS held`,
-				i, len(limits),
-				expression(usagesql.Saturate("sum(amount)")),
-				// least() inside max(), since it would make a number of the NULL of no rows.
-				expression("max(least(9223372036854775807, expires)) FILTER (WHERE amount > 0)"),
-				expression("max(least(9223372036854775807, expires)) FILTER (WHERE held >= ?)", bound),
-				items))
+			limits = append(limits, expression(`SELECT ?::int AS rule, ?::int AS quota, forecast.* FROM (?) AS forecast`,
+				i, len(limits), each(rule, quota, request.agentID)))
 		}
 	}
 
@@ -105,23 +109,63 @@ FROM clock CROSS JOIN (
 ORDER BY forecast.quota`, limits...)
 }
 
+func (c *call) limitStatement(rule preparedRule, quota Quota, agentID string) clause.Expression {
+	items, bound := c.items(rule, quota, agentID)
+
+	// least() inside max(), since it would make a number of the NULL of no rows.
+	const moment = "(max(least(9223372036854775807, expires)) FILTER (WHERE ?))::bigint"
+
+	return expression(`SELECT `+usagesql.Saturate("sum(amount)")+` AS used, `+moment+` AS resets_at, `+moment+` AS blocked_to
+  FROM (
+    SELECT amount, expires, ceil(sum(CASE WHEN own THEN 0 ELSE amount END) OVER (ORDER BY expires DESC)) AS held FROM (?) AS item
+  ) AS held`,
+		expression("amount > 0"), expression("held >= ?", bound), items)
+}
+
+// waitStatement is limitStatement without what is used. Of starts, which count one each, it
+// needs the one as far back from the newest as the limit is. They are materialized without
+// a LIMIT for the reason that agentsStatement gives; where they come from the index in
+// their order, no more of them are read all the same.
+func (c *call) waitStatement(rule preparedRule, quota Quota, agentID string) clause.Expression {
+	if quota.Limit != LimitAgents {
+		return c.limitStatement(rule, quota, agentID)
+	}
+
+	return expression(`SELECT 0 AS used, NULL::bigint AS resets_at, (
+    WITH started AS MATERIALIZED (SELECT agent.started_at FROM ? ORDER BY agent.started_at DESC)
+    SELECT (extract(epoch FROM started_at + ?) * 1000000)::bigint FROM started OFFSET greatest(0, ? - 1)::bigint LIMIT 1
+  ) AS blocked_to`,
+		c.startsWithin(rule, agentID), interval(rule.Policy.Window), c.startsBound(quota, agentID))
+}
+
+// startsWithin is a FROM with the rows "agent" of the group that started within the window,
+// the caller's among them.
+func (c *call) startsWithin(rule preparedRule, agentID string) clause.Expression {
+	window := interval(rule.Policy.Window)
+
+	return expression(`? AS agent
+  WHERE (? OR agent.agent_id = ?) AND agent.started_at > (SELECT now - ? FROM clock) AND agent.started_at > now() - ?`,
+		clause.Table{Name: c.tables.Agents}, rule.matches(), agentID, window, window)
+}
+
+// startsBound is the number of starts at which the limit denies. A new agent would start
+// now, and so leaves room for one less.
+func (c *call) startsBound(quota Quota, agentID string) clause.Expression {
+	return expression("(?::numeric + (SELECT count(started_at) FROM ? WHERE agent_id = ?))", quota.Max, clause.Table{Name: c.tables.Agents}, agentID)
+}
+
 // items are what counts towards a limit: an amount, the moment until which it counts in
 // microseconds, and whether it is the caller's own and so does not keep it out. The
 // bound is the sum at which the limit denies.
 func (c *call) items(rule preparedRule, quota Quota, agentID string) (items, bound clause.Expression) {
 	agents := clause.Table{Name: c.tables.Agents}
-	window := interval(rule.Policy.Window)
 	bound = expression("?::numeric", quota.Max)
 
 	switch quota.Limit {
 	case LimitAgents:
-		// A new agent would start now, and so leaves room for one less.
-		bound = expression("?::numeric + (SELECT count(started_at) FROM ? WHERE agent_id = ?)", quota.Max, agents, agentID)
-
 		return expression(`SELECT 1::numeric AS amount, extract(epoch FROM agent.started_at + ?) * 1000000 AS expires, false AS own
-  FROM ? AS agent
-  WHERE (? OR agent.agent_id = ?) AND agent.started_at > (SELECT now - ? FROM clock) AND agent.started_at > now() - ?`,
-			window, agents, rule.matches(), agentID, window, window), bound
+  FROM ?`,
+			interval(rule.Policy.Window), c.startsWithin(rule, agentID)), c.startsBound(quota, agentID)
 	case LimitRunningAgents:
 		return expression(`SELECT 1::numeric AS amount, extract(epoch FROM agent.lease_expires_at) * 1000000 AS expires, agent.agent_id = ? AS own
   FROM ? AS agent
@@ -145,7 +189,7 @@ func (c *call) items(rule preparedRule, quota Quota, agentID string) (items, bou
 }
 
 func (c *call) usageItems(rule preparedRule, key, agentID string) clause.Expression {
-	return expression(`SELECT `+usagesql.Count("entry", key)+` AS amount, (entry ->> 'at')::numeric * 1000 + ?::bigint AS expires, false AS own
+	return expression(`SELECT `+usagesql.Count("entry."+key)+` AS amount, entry.at::numeric * 1000 + ?::bigint AS expires, false AS own
   FROM ?`,
 		rule.Policy.Window.Microseconds(), c.usageWithin(rule, agentID))
 }
@@ -178,7 +222,7 @@ func (c *call) forecast(err error) error {
 // retryAfter is the wait after which a denied request passes if nothing else happens,
 // or zero where that is not known or never comes.
 func (c *call) retryAfter(tx *gorm.DB, request *request, denial *ExceededError) time.Duration {
-	forecasts, err := c.forecastLimits(tx, request)
+	forecasts, err := c.forecastWaits(tx, request)
 	if err != nil {
 		return 0 // The verdict stands without it.
 	}

@@ -13,15 +13,10 @@ import (
 
 	"github.com/legion-gorm/legion/internal/database"
 	"github.com/legion-gorm/legion/internal/run"
+	"github.com/legion-gorm/legion/internal/slotsql"
 	"github.com/legion-gorm/legion/internal/usagesql"
 	"github.com/legion-gorm/legion/models"
 )
-
-// updatedSlack is how far the updated_at of a row may lag behind its newest usage
-// without that usage being missed. The store keeps them together; the slack is for an
-// application that updates columns of its own through GORM, which stamps updated_at
-// with the clock of the application's machine.
-const updatedSlack = 5 * time.Minute
 
 // A measurement is one snapshot of the caller's row and of every rule's group, with
 // one reading of the database's clock.
@@ -136,50 +131,57 @@ func (m measurement) decision(request *request) *Decision {
 // measure reads the caller's row and measures every rule, in one statement: one
 // snapshot, taken after the locks are held.
 func (c *call) measure(tx *gorm.DB, request *request) (measurement, error) {
-	measured := measurement{groups: make([]group, 0, len(request.rules))}
+	measured := measurement{groups: make([]group, len(request.rules))}
+	into := []any{
+		&measured.now,
+		&measured.own.startedAt, &measured.own.unchanged, &measured.own.live, &measured.own.runID, &measured.own.running, &measured.own.deleted,
+	}
 
-	err := database.Query(tx, c.measureStatement(request), func(rows *sql.Rows) error {
-		group := group{}
-		if len(request.rules) > 0 {
-			group.rule = request.rules[len(measured.groups)]
+	for i, rule := range request.rules {
+		group := &measured.groups[i]
+		group.rule = rule
+
+		if rule.Policy.MaxAgents != nil {
+			into = append(into, &group.agents)
 		}
 
-		err := rows.Scan(
-			&measured.now,
-			&measured.own.startedAt, &measured.own.unchanged, &measured.own.live, &measured.own.runID, &measured.own.running, &measured.own.deleted,
-			&group.agents,
-			&group.running, &group.expiredRunning, &group.reserved, &group.expiredReserved,
-			&group.tokens, &group.evals,
-		)
-		measured.groups = append(measured.groups, group)
+		if rule.Policy.limitsSlots() {
+			into = append(into, counts{&group.running, &group.expiredRunning, &group.reserved, &group.expiredReserved})
+		}
 
-		return err
-	})
-
-	if len(request.rules) == 0 {
-		measured.groups = nil // there was one row, for the caller's own
+		if rule.Policy.limitsUsage() {
+			into = append(into, counts{&group.tokens, &group.evals})
+		}
 	}
+
+	err := database.Query(tx, c.measureStatement(request), func(rows *sql.Rows) error { return rows.Scan(into...) })
 
 	return measured, err
 }
 
-// measureStatement yields one row for each rule, in their order, each with the
-// caller's row in front.
+// counts scans a JSON array of numbers.
+type counts []*int64
+
+// Scan implements sql.Scanner.
+func (c counts) Scan(value any) error {
+	text, ok := value.(string)
+	if !ok {
+		return fmt.Errorf("legion: counts came as a %T", value)
+	}
+
+	into := []*int64(c)
+
+	return json.Unmarshal([]byte(text), &into)
+}
+
+// measureStatement yields one row: the caller's, and then of each rule what its policy
+// asks for. Each is a query of its own in the target list, which PostgreSQL plans by
+// itself: the time that planning takes grows with the rules, not with their combinations.
 //
 // The clock is read once, in a materialized CTE: clock_timestamp() itself in a WHERE
 // would be evaluated for every row and keep the indexes from being used, while a
 // scalar subquery is a parameter to them.
 func (c *call) measureStatement(request *request) clause.Expression {
-	groups := make([]any, 0, max(1, len(request.rules)))
-	for i, rule := range request.rules {
-		groups = append(groups, c.groupStatement(i, rule, request.agentID))
-	}
-
-	if len(groups) == 0 {
-		groups = append(groups, c.groupStatement(0, preparedRule{}, request.agentID))
-	}
-
-	agents := clause.Table{Name: c.tables.Agents}
 	unchanged := expression("coalesce(own.metadata = ? AND own.deleted_at IS NULL, false)", jsonb(request.merged.text))
 
 	switch {
@@ -189,48 +191,33 @@ func (c *call) measureStatement(request *request) clause.Expression {
 		unchanged = expression("own.metadata IS NULL")
 	}
 
+	var measured []any
+
+	for _, rule := range request.rules {
+		if rule.Policy.MaxAgents != nil {
+			measured = append(measured, c.agentsStatement(rule, request.agentID))
+		}
+
+		if rule.Policy.limitsSlots() {
+			measured = append(measured, c.slotsStatement(rule, request.agentID))
+		}
+
+		if rule.Policy.limitsUsage() {
+			measured = append(measured, c.usageStatement(rule, request.agentID))
+		}
+	}
+
+	vars := append([]any{unchanged}, measured...)
+
 	return expression(`WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
 SELECT clock.now,
   own.started_at,
   ?,
-  `+run.Live("own", "clock.now")+`, own.run_id, coalesce(own.status = 'running', false), own.deleted_at IS NOT NULL,
-  measured.agents,
-  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
-  measured.tokens, measured.evals
-FROM clock
-LEFT JOIN ? AS own ON own.agent_id = ?
-CROSS JOIN (
-`+strings.Repeat("?\nUNION ALL\n", len(groups)-1)+`?
-) AS measured
-ORDER BY measured.rule`,
-		append([]any{unchanged, agents, request.agentID}, groups...)...)
+  `+run.Live("own", "clock.now")+`, own.run_id, coalesce(own.status = 'running', false), own.deleted_at IS NOT NULL`+
+		strings.Repeat(",\n  (?)", len(measured))+`
+FROM clock LEFT JOIN ? AS own ON own.agent_id = ?`,
+		append(vars, clause.Table{Name: c.tables.Agents}, request.agentID)...)
 }
-
-// groupStatement measures what the policy of one rule asks for, and zeros for the
-// rest.
-func (c *call) groupStatement(index int, rule preparedRule, agentID string) clause.Expression {
-	agents, slots, used := expression("0"), noSlots, noUsage
-
-	if rule.Policy.MaxAgents != nil {
-		agents = c.agentsStatement(rule, agentID)
-	}
-
-	if rule.Policy.MaxRunningAgents != nil || rule.Policy.MaxTokens != nil {
-		slots = c.slotsStatement(rule, agentID)
-	}
-
-	if rule.Policy.MaxTokens != nil || rule.Policy.MaxEvals != nil {
-		used = c.usageStatement(rule, agentID)
-	}
-
-	return expression(`SELECT ?::int AS rule, ? AS agents, slots.*, used.* FROM (?) AS slots CROSS JOIN (?) AS used`,
-		index, agents, slots, used)
-}
-
-var (
-	noSlots = expression(`SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved`)
-	noUsage = expression(`SELECT 0::bigint AS tokens, 0::bigint AS evals`)
-)
 
 // agentsStatement counts the other agents that started within the window, up to one
 // past the limit.
@@ -244,58 +231,55 @@ func (c *call) agentsStatement(rule preparedRule, agentID string) clause.Express
 	limit := min(*rule.Policy.MaxAgents, math.MaxInt64-1) + 1
 	window := interval(rule.Policy.Window)
 
-	return expression(`(WITH started AS MATERIALIZED (
-  SELECT FROM ? AS agent
-  WHERE ? AND agent.agent_id <> ?
-    AND agent.started_at > (SELECT now - ? FROM clock) AND agent.started_at > now() - ?
-) SELECT count(*) FROM (SELECT FROM started LIMIT ?::bigint) AS counted)`,
+	return expression(`WITH started AS MATERIALIZED (
+    SELECT FROM ? AS agent
+    WHERE ? AND agent.agent_id <> ?
+      AND agent.started_at > (SELECT now - ? FROM clock) AND agent.started_at > now() - ?
+  ) SELECT count(*) FROM (SELECT FROM started LIMIT ?::bigint) AS counted`,
 		clause.Table{Name: c.tables.Agents}, rule.matches(), agentID, window, window, limit)
 }
 
 // slotsStatement counts the other agents that hold a slot, and what they reserve.
-//
-// A slot with an owner counts until it is given back or revoked, even when its lease
-// is over: its owner may be renewing it at this moment, unseen. The unowned slot of
-// a bare Enforce is renewed under the identity locks only, so it is free as soon as its
-// lease is over.
 func (c *call) slotsStatement(rule preparedRule, agentID string) clause.Expression {
-	return expression(`SELECT count(*) AS running,
-    count(*) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)) AS expired_running,
-    ? AS reserved, ? AS expired_reserved
-  FROM ? AS agent
-  WHERE ? AND agent.agent_id <> ? AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
-    AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))`,
-		expression(usagesql.Saturate("sum(greatest(0, agent.reserved_tokens))")),
-		expression(usagesql.Saturate("sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock))")),
+	return expression(`SELECT json_build_array(`+slotsql.Counts("agent", clockNow)+`)::text
+    FROM ? AS agent
+    WHERE ? AND agent.agent_id <> ? AND `+slotsql.IsHeld("agent", clockNow),
 		clause.Table{Name: c.tables.Agents}, rule.matches(), agentID)
 }
 
-// usageStatement sums what was recorded within the window.
+// clockNow is the moment of the measurement.
+const clockNow = "(SELECT now FROM clock)"
+
+// usageStatement sums what was recorded within the window: tokens and evals, each 0
+// where the policy has no limit on it.
 func (c *call) usageStatement(rule preparedRule, agentID string) clause.Expression {
-	return expression(`SELECT ? AS tokens, ? AS evals FROM ?`,
-		expression(usagesql.Saturate("sum("+usagesql.Count("entry", "total_tokens")+")")),
-		expression(usagesql.Saturate("sum("+usagesql.Count("entry", "evals")+")")),
-		c.usageWithin(rule, agentID))
+	tokens, evals := "0", "0"
+	if rule.Policy.MaxTokens != nil {
+		tokens = usagesql.Sum("entry.total_tokens")
+	}
+
+	if rule.Policy.MaxEvals != nil {
+		evals = usagesql.Sum("entry.evals")
+	}
+
+	return expression(`SELECT json_build_array(`+tokens+`, `+evals+`)::text
+    FROM ?`, c.usageWithin(rule, agentID))
 }
 
 // usageWithin is a FROM that yields, as "entry", every entry of usage within the window
 // by the agents of the group, the caller among them, whatever its identity was before.
-//
-// The database may hold usage that is not ours: a column that is no array, elements
-// that are no objects, counts that are no numbers. None of it may raise or lower a sum.
 func (c *call) usageWithin(rule preparedRule, agentID string) clause.Expression {
-	return expression(`? AS agent
-  CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
-  WHERE (? OR agent.agent_id = ?) AND agent.updated_at > now() - ?
-    AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
-      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - ?) * 1000 FROM clock) ELSE false END`,
-		clause.Table{Name: c.tables.Agents}, rule.matches(), agentID,
-		interval(lengthened(rule.Policy.Window)), interval(rule.Policy.Window))
+	window := interval(rule.Policy.Window)
+
+	return expression(`? AS agent `+usagesql.Entries("agent.usage")+`
+    WHERE (? OR agent.agent_id = ?) AND agent.updated_at > now() - ?
+      AND `+usagesql.IsAfter("entry.at", "(SELECT extract(epoch FROM now - ?) * 1000 FROM clock)"),
+		clause.Table{Name: c.tables.Agents}, rule.matches(), agentID, interval(lengthened(rule.Policy.Window)), window)
 }
 
 // lengthened adds the slack to a window, of which the longest stands for ever.
 func lengthened(window time.Duration) time.Duration {
-	return time.Duration(saturatingAdd(int64(window), int64(updatedSlack)))
+	return time.Duration(saturatingAdd(int64(window), int64(usagesql.UpdatedSlack)))
 }
 
 // matches is the condition that the row "agent" is in the rule's group. Everyone is

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"time"
 
 	"github.com/legion-gorm/legion/internal/agentid"
@@ -99,24 +100,17 @@ func (r *request) quotas(policy Policy, usage Usage) []Quota {
 }
 
 func (r *request) limitsRunning() bool {
-	for _, rule := range r.rules {
-		if rule.Policy.MaxRunningAgents != nil {
-			return true
-		}
-	}
-
-	return false
+	return slices.ContainsFunc(r.rules, func(rule preparedRule) bool { return rule.Policy.MaxRunningAgents != nil })
 }
 
 func (r *request) limitsUsage() bool {
-	for _, rule := range r.rules {
-		if rule.Policy.MaxTokens != nil || rule.Policy.MaxEvals != nil {
-			return true
-		}
-	}
-
-	return false
+	return slices.ContainsFunc(r.rules, func(rule preparedRule) bool { return rule.Policy.limitsUsage() })
 }
+
+func (p Policy) limitsUsage() bool { return p.MaxTokens != nil || p.MaxEvals != nil }
+
+// limitsSlots reports whether the policy counts slots, or what they reserve.
+func (p Policy) limitsSlots() bool { return p.MaxRunningAgents != nil || p.MaxTokens != nil }
 
 // identities returns those of the rules.
 func (r *request) identities() []document {

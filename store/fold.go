@@ -83,11 +83,11 @@ func foldedUsage() string {
     GROUP BY entry.step, floor(entry.at / entry.step), CASE WHEN entry.at IS NULL THEN entry.position END
   ) AS bucket
 `,
-		saturatedSum("greatest(1, "+usagesql.Count("entry.element", "folded")+")"),
-		saturatedSum(usagesql.Count("entry.element", "total_tokens")),
-		saturatedSum(usagesql.Count("entry.element", "input_tokens")),
-		saturatedSum(usagesql.Count("entry.element", "output_tokens")),
-		saturatedSum(usagesql.Count("entry.element", "evals")),
+		saturatedSum("greatest(1, "+usagesql.Count("entry.element -> 'folded'")+")"),
+		saturatedSum(usagesql.Count("entry.element -> 'total_tokens'")),
+		saturatedSum(usagesql.Count("entry.element -> 'input_tokens'")),
+		saturatedSum(usagesql.Count("entry.element -> 'output_tokens'")),
+		saturatedSum(usagesql.Count("entry.element -> 'evals'")),
 		foldStep(),
 		unfoldedEntries, entryTime("raw.element"))
 }

@@ -9,6 +9,7 @@ package serverfunction
 import (
 	"database/sql"
 	_ "embed"
+	"fmt"
 	"strings"
 
 	"gorm.io/gorm"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/legion-gorm/legion/internal/database"
 	"github.com/legion-gorm/legion/internal/run"
+	"github.com/legion-gorm/legion/internal/slotsql"
 	"github.com/legion-gorm/legion/internal/usagesql"
 )
 
@@ -127,16 +129,13 @@ func Create(place Place) []string {
 		"{{live own}}", run.Live("own", "v_now"),
 		"{{live agent}}", run.Live("agent", run.Now),
 		"{{measured start}}", measuredStart,
-		"{{slots}}", `count(*), count(*) FILTER (WHERE agent.lease_expires_at <= v_now),
-        `+usagesql.Saturate("sum(greatest(0, agent.reserved_tokens))")+`,
-        `+usagesql.Saturate("sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= v_now)"),
-		"{{holds slot}}", `agent.agent_id <> p_agent AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
-        AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > v_now)`,
-		"{{sums}}", usagesql.Saturate("sum("+usagesql.Count("entry", "total_tokens")+")")+`,
-        `+usagesql.Saturate("sum("+usagesql.Count("entry", "evals")+")"),
-		"{{entries}}", `CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry`,
-		"{{within}}", `agent.updated_at > v_now - v_rule.span - interval '5 minutes'
-        AND CASE jsonb_typeof(entry -> 'at') WHEN 'number' THEN (entry ->> 'at')::numeric > v_from ELSE false END`,
+		"{{slots}}", slotsql.Counts("agent", "v_now"),
+		"{{holds slot}}", "agent.agent_id <> p_agent AND "+slotsql.IsHeld("agent", "v_now"),
+		"{{sums}}", usagesql.SumIf("v_rule.max_tokens IS NOT NULL", "entry.total_tokens")+`,
+        `+usagesql.SumIf("v_rule.max_evals IS NOT NULL", "entry.evals"),
+		"{{entries}}", usagesql.Entries("agent.usage"),
+		"{{within}}", fmt.Sprintf("agent.updated_at > v_now - v_rule.span - %d * interval '1 microsecond' AND ", usagesql.UpdatedSlack.Microseconds())+
+			usagesql.IsAfter("entry.at", "v_from"),
 	)
 
 	created := []string{measureSQL, revokeSQL, decideSQL, enforceSQL}

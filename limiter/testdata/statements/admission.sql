@@ -12,38 +12,32 @@ SELECT clock.now,
   own.started_at,
   coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
   coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false), own.run_id, coalesce(own.status = 'running', false), own.deleted_at IS NOT NULL,
-  measured.agents,
-  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
-  measured.tokens, measured.evals
-FROM clock
-LEFT JOIN "legion_agents" AS own ON own.agent_id = $2
-CROSS JOIN (
-SELECT $3::int AS rule, (WITH started AS MATERIALIZED (
-  SELECT FROM "legion_agents" AS agent
-  WHERE "agent"."metadata" @> $4::jsonb AND agent.agent_id <> $5
-    AND agent.started_at > (SELECT now - (60000000 * interval '1 microsecond') FROM clock) AND agent.started_at > now() - (60000000 * interval '1 microsecond')
-) SELECT count(*) FROM (SELECT FROM started LIMIT $6::bigint) AS counted) AS agents, slots.*, used.* FROM (SELECT count(*) AS running,
-    count(*) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)) AS expired_running,
-    least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)), 0)))::bigint AS reserved, least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)), 0)))::bigint AS expired_reserved
-  FROM "legion_agents" AS agent
-  WHERE "agent"."metadata" @> $7::jsonb AND agent.agent_id <> $8 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
-    AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))) AS slots CROSS JOIN (SELECT least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'total_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'total_tokens')::numeric)) ELSE 0 END), 0)))::bigint AS tokens, least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'evals') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'evals')::numeric)) ELSE 0 END), 0)))::bigint AS evals FROM "legion_agents" AS agent
-  CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
-  WHERE ("agent"."metadata" @> $9::jsonb OR agent.agent_id = $10) AND agent.updated_at > now() - (360000000 * interval '1 microsecond')
-    AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
-      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - (60000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END) AS used
-) AS measured
-ORDER BY measured.rule;
+  (WITH started AS MATERIALIZED (
+    SELECT FROM "legion_agents" AS agent
+    WHERE "agent"."metadata" @> $2::jsonb AND agent.agent_id <> $3
+      AND agent.started_at > (SELECT now - (60000000 * interval '1 microsecond') FROM clock) AND agent.started_at > now() - (60000000 * interval '1 microsecond')
+  ) SELECT count(*) FROM (SELECT FROM started LIMIT $4::bigint) AS counted),
+  (SELECT json_build_array(count(*), count(*) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)), least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)), 0)))::bigint, least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)), 0)))::bigint)::text
+    FROM "legion_agents" AS agent
+    WHERE "agent"."metadata" @> $5::jsonb AND agent.agent_id <> $6 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))),
+  (SELECT json_build_array(least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry.total_tokens) WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.total_tokens)::numeric)) ELSE 0 END), 0)))::bigint, least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry.evals) WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.evals)::numeric)) ELSE 0 END), 0)))::bigint)::text
+    FROM "legion_agents" AS agent CROSS JOIN LATERAL (SELECT agent.usage #> '{}' AS document OFFSET 0) AS unpacked
+    CROSS JOIN LATERAL (
+      SELECT element -> 'at' AS at, element -> 'total_tokens' AS total_tokens, element -> 'evals' AS evals
+      FROM jsonb_array_elements(CASE jsonb_typeof(unpacked.document) WHEN 'array' THEN unpacked.document ELSE '[]' END) AS element
+      OFFSET 0) AS entry
+    WHERE ("agent"."metadata" @> $7::jsonb OR agent.agent_id = $8) AND agent.updated_at > now() - (360000000 * interval '1 microsecond')
+      AND CASE jsonb_typeof(entry.at) WHEN 'number' THEN (entry.at)::numeric > (SELECT extract(epoch FROM now - (60000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END)
+FROM clock LEFT JOIN "legion_agents" AS own ON own.agent_id = $9;
 -- $1 = '{"tenant":"acme"}'
--- $2 = 'agent'
--- $3 = 0
--- $4 = '{"tenant":"acme"}'
--- $5 = 'agent'
--- $6 = 11
+-- $2 = '{"tenant":"acme"}'
+-- $3 = 'agent'
+-- $4 = 11
+-- $5 = '{"tenant":"acme"}'
+-- $6 = 'agent'
 -- $7 = '{"tenant":"acme"}'
 -- $8 = 'agent'
--- $9 = '{"tenant":"acme"}'
--- $10 = 'agent'
+-- $9 = 'agent'
 
 INSERT INTO "legion_agents" AS agent
   (agent_id, metadata, started_at, created_at, updated_at, status, lease_expires_at)

@@ -12,40 +12,36 @@ SELECT clock.now,
   own.started_at,
   coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
   coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false), own.run_id, coalesce(own.status = 'running', false), own.deleted_at IS NOT NULL,
-  measured.agents,
-  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
-  measured.tokens, measured.evals
-FROM clock
-LEFT JOIN "legion_agents" AS own ON own.agent_id = $2
-CROSS JOIN (
-SELECT $3::int AS rule, 0 AS agents, slots.*, used.* FROM (SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved) AS slots CROSS JOIN (SELECT least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'total_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'total_tokens')::numeric)) ELSE 0 END), 0)))::bigint AS tokens, least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry -> 'evals') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'evals')::numeric)) ELSE 0 END), 0)))::bigint AS evals FROM "legion_agents" AS agent
-  CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
-  WHERE ("agent"."metadata" @> $4::jsonb OR agent.agent_id = $5) AND agent.updated_at > now() - (3900000000 * interval '1 microsecond')
-    AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
-      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - (3600000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END) AS used
-) AS measured
-ORDER BY measured.rule;
+  (SELECT json_build_array(0, least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry.evals) WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.evals)::numeric)) ELSE 0 END), 0)))::bigint)::text
+    FROM "legion_agents" AS agent CROSS JOIN LATERAL (SELECT agent.usage #> '{}' AS document OFFSET 0) AS unpacked
+    CROSS JOIN LATERAL (
+      SELECT element -> 'at' AS at, element -> 'total_tokens' AS total_tokens, element -> 'evals' AS evals
+      FROM jsonb_array_elements(CASE jsonb_typeof(unpacked.document) WHEN 'array' THEN unpacked.document ELSE '[]' END) AS element
+      OFFSET 0) AS entry
+    WHERE ("agent"."metadata" @> $2::jsonb OR agent.agent_id = $3) AND agent.updated_at > now() - (3900000000 * interval '1 microsecond')
+      AND CASE jsonb_typeof(entry.at) WHEN 'number' THEN (entry.at)::numeric > (SELECT extract(epoch FROM now - (3600000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END)
+FROM clock LEFT JOIN "legion_agents" AS own ON own.agent_id = $4;
 -- $1 = '{"tenant":"acme"}'
--- $2 = 'agent'
--- $3 = 0
--- $4 = '{"tenant":"acme"}'
--- $5 = 'agent'
+-- $2 = '{"tenant":"acme"}'
+-- $3 = 'agent'
+-- $4 = 'agent'
 
 rollback;
 
 WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
 SELECT forecast.rule, (extract(epoch FROM clock.now) * 1000000)::bigint, forecast.used, forecast.resets_at, forecast.blocked_to
 FROM clock CROSS JOIN (
-SELECT $1::int AS rule, $2::int AS quota,
-  least(9223372036854775807, ceil(coalesce(sum(amount), 0)))::bigint AS used, max(least(9223372036854775807, expires)) FILTER (WHERE amount > 0)::bigint AS resets_at, max(least(9223372036854775807, expires)) FILTER (WHERE held >= $3::numeric)::bigint AS blocked_to
-FROM (
-  SELECT amount, expires, ceil(sum(CASE WHEN own THEN 0 ELSE amount END) OVER (ORDER BY expires DESC)) AS held FROM (SELECT CASE jsonb_typeof(entry -> 'evals') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry ->> 'evals')::numeric)) ELSE 0 END AS amount, (entry ->> 'at')::numeric * 1000 + $4::bigint AS expires, false AS own
-  FROM "legion_agents" AS agent
-  CROSS JOIN LATERAL jsonb_array_elements(CASE jsonb_typeof(agent.usage) WHEN 'array' THEN agent.usage ELSE '[]' END) AS entry
-  WHERE ("agent"."metadata" @> $5::jsonb OR agent.agent_id = $6) AND agent.updated_at > now() - (3900000000 * interval '1 microsecond')
-    AND CASE jsonb_typeof(entry -> 'at') WHEN 'number'
-      THEN (entry ->> 'at')::numeric > (SELECT extract(epoch FROM now - (3600000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END) AS item
-) AS held
+SELECT $1::int AS rule, $2::int AS quota, forecast.* FROM (SELECT least(9223372036854775807, ceil(coalesce(sum(amount), 0)))::bigint AS used, (max(least(9223372036854775807, expires)) FILTER (WHERE amount > 0))::bigint AS resets_at, (max(least(9223372036854775807, expires)) FILTER (WHERE held >= $3::numeric))::bigint AS blocked_to
+  FROM (
+    SELECT amount, expires, ceil(sum(CASE WHEN own THEN 0 ELSE amount END) OVER (ORDER BY expires DESC)) AS held FROM (SELECT CASE jsonb_typeof(entry.evals) WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.evals)::numeric)) ELSE 0 END AS amount, entry.at::numeric * 1000 + $4::bigint AS expires, false AS own
+  FROM "legion_agents" AS agent CROSS JOIN LATERAL (SELECT agent.usage #> '{}' AS document OFFSET 0) AS unpacked
+    CROSS JOIN LATERAL (
+      SELECT element -> 'at' AS at, element -> 'total_tokens' AS total_tokens, element -> 'evals' AS evals
+      FROM jsonb_array_elements(CASE jsonb_typeof(unpacked.document) WHEN 'array' THEN unpacked.document ELSE '[]' END) AS element
+      OFFSET 0) AS entry
+    WHERE ("agent"."metadata" @> $5::jsonb OR agent.agent_id = $6) AND agent.updated_at > now() - (3900000000 * interval '1 microsecond')
+      AND CASE jsonb_typeof(entry.at) WHEN 'number' THEN (entry.at)::numeric > (SELECT extract(epoch FROM now - (3600000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END) AS item
+  ) AS held) AS forecast
 ) AS forecast
 ORDER BY forecast.quota;
 -- $1 = 0

@@ -14,19 +14,10 @@ WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
 SELECT clock.now,
   own.started_at,
   coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
-  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false), own.run_id, coalesce(own.status = 'running', false), own.deleted_at IS NOT NULL,
-  measured.agents,
-  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
-  measured.tokens, measured.evals
-FROM clock
-LEFT JOIN "legion_agents" AS own ON own.agent_id = $2
-CROSS JOIN (
-SELECT $3::int AS rule, 0 AS agents, slots.*, used.* FROM (SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
-) AS measured
-ORDER BY measured.rule;
+  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false), own.run_id, coalesce(own.status = 'running', false), own.deleted_at IS NOT NULL
+FROM clock LEFT JOIN "legion_agents" AS own ON own.agent_id = $2;
 -- $1 = '{"email":"someone@example.com","tenant":"acme"}'
 -- $2 = 'agent'
--- $3 = 0
 
 rollback;
 
@@ -57,19 +48,10 @@ WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
 SELECT clock.now,
   own.started_at,
   coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
-  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false), own.run_id, coalesce(own.status = 'running', false), own.deleted_at IS NOT NULL,
-  measured.agents,
-  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
-  measured.tokens, measured.evals
-FROM clock
-LEFT JOIN "legion_agents" AS own ON own.agent_id = $2
-CROSS JOIN (
-SELECT $3::int AS rule, 0 AS agents, slots.*, used.* FROM (SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
-) AS measured
-ORDER BY measured.rule;
+  coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false), own.run_id, coalesce(own.status = 'running', false), own.deleted_at IS NOT NULL
+FROM clock LEFT JOIN "legion_agents" AS own ON own.agent_id = $2;
 -- $1 = '{"email":"someone@example.com","tenant":"acme"}'
 -- $2 = 'agent'
--- $3 = 0
 
 INSERT INTO "legion_agents" AS agent
   (agent_id, metadata, started_at, created_at, updated_at, status, lease_expires_at)

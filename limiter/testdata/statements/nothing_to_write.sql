@@ -12,25 +12,17 @@ SELECT clock.now,
   own.started_at,
   coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
   coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false), own.run_id, coalesce(own.status = 'running', false), own.deleted_at IS NOT NULL,
-  measured.agents,
-  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
-  measured.tokens, measured.evals
-FROM clock
-LEFT JOIN "legion_agents" AS own ON own.agent_id = $2
-CROSS JOIN (
-SELECT $3::int AS rule, (WITH started AS MATERIALIZED (
-  SELECT FROM "legion_agents" AS agent
-  WHERE "agent"."metadata" @> $4::jsonb AND agent.agent_id <> $5
-    AND agent.started_at > (SELECT now - (3600000000 * interval '1 microsecond') FROM clock) AND agent.started_at > now() - (3600000000 * interval '1 microsecond')
-) SELECT count(*) FROM (SELECT FROM started LIMIT $6::bigint) AS counted) AS agents, slots.*, used.* FROM (SELECT 0::bigint AS running, 0::bigint AS expired_running, 0::bigint AS reserved, 0::bigint AS expired_reserved) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
-) AS measured
-ORDER BY measured.rule;
+  (WITH started AS MATERIALIZED (
+    SELECT FROM "legion_agents" AS agent
+    WHERE "agent"."metadata" @> $2::jsonb AND agent.agent_id <> $3
+      AND agent.started_at > (SELECT now - (3600000000 * interval '1 microsecond') FROM clock) AND agent.started_at > now() - (3600000000 * interval '1 microsecond')
+  ) SELECT count(*) FROM (SELECT FROM started LIMIT $4::bigint) AS counted)
+FROM clock LEFT JOIN "legion_agents" AS own ON own.agent_id = $5;
 -- $1 = '{"tenant":"acme"}'
--- $2 = 'agent'
--- $3 = 0
--- $4 = '{"tenant":"acme"}'
+-- $2 = '{"tenant":"acme"}'
+-- $3 = 'agent'
+-- $4 = 6
 -- $5 = 'agent'
--- $6 = 6
 
 rollback;
 

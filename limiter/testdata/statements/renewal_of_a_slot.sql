@@ -12,25 +12,14 @@ SELECT clock.now,
   own.started_at,
   coalesce(own.metadata = $1::jsonb AND own.deleted_at IS NULL, false),
   coalesce(own.status = 'running' AND own.run_id IS NOT NULL AND own.lease_expires_at > clock.now, false), own.run_id, coalesce(own.status = 'running', false), own.deleted_at IS NOT NULL,
-  measured.agents,
-  measured.running, measured.expired_running, measured.reserved, measured.expired_reserved,
-  measured.tokens, measured.evals
-FROM clock
-LEFT JOIN "legion_agents" AS own ON own.agent_id = $2
-CROSS JOIN (
-SELECT $3::int AS rule, 0 AS agents, slots.*, used.* FROM (SELECT count(*) AS running,
-    count(*) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)) AS expired_running,
-    least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)), 0)))::bigint AS reserved, least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)), 0)))::bigint AS expired_reserved
-  FROM "legion_agents" AS agent
-  WHERE "agent"."metadata" @> $4::jsonb AND agent.agent_id <> $5 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL
-    AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock))) AS slots CROSS JOIN (SELECT 0::bigint AS tokens, 0::bigint AS evals) AS used
-) AS measured
-ORDER BY measured.rule;
+  (SELECT json_build_array(count(*), count(*) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)), least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)), 0)))::bigint, least(9223372036854775807, ceil(coalesce(sum(greatest(0, agent.reserved_tokens)) FILTER (WHERE agent.lease_expires_at <= (SELECT now FROM clock)), 0)))::bigint)::text
+    FROM "legion_agents" AS agent
+    WHERE "agent"."metadata" @> $2::jsonb AND agent.agent_id <> $3 AND agent.status = 'running' AND agent.lease_expires_at IS NOT NULL AND (agent.run_id IS NOT NULL OR agent.lease_expires_at > (SELECT now FROM clock)))
+FROM clock LEFT JOIN "legion_agents" AS own ON own.agent_id = $4;
 -- $1 = '{"tenant":"acme"}'
--- $2 = 'agent'
--- $3 = 0
--- $4 = '{"tenant":"acme"}'
--- $5 = 'agent'
+-- $2 = '{"tenant":"acme"}'
+-- $3 = 'agent'
+-- $4 = 'agent'
 
 INSERT INTO "legion_agents" AS agent
   (agent_id, metadata, started_at, created_at, updated_at, status, lease_expires_at)
