@@ -68,7 +68,7 @@ func busyTenant(*session, int, int) []limiter.Rule {
 }
 
 // historySteps let the table grow. The agents of any of its beginnings started evenly over
-// the year.
+// the year, and those that each step adds were inserted in the order in which they started.
 func historySteps(sizes []int) []step {
 	steps := make([]step, 0, 2*len(sizes))
 	before := 0
@@ -89,8 +89,8 @@ SELECT 'history ' || n,
   jsonb_build_array(jsonb_build_object('id', 'request', 'at', (extract(epoch FROM moment) * 1000)::bigint, 'total_tokens', 1234)),
   moment, moment, moment
 FROM generate_series(?::int, ?::int) AS n
-CROSS JOIN LATERAL (SELECT now() - (n::bigint * 7919 % 1000003) / 1000003.0 * interval '365 days' AS moment) AS clock`,
-						scene.scale.identities, first, size); err != nil {
+CROSS JOIN LATERAL (SELECT now() - (?::int - n) / ?::float8 * interval '365 days' AS moment) AS clock`,
+						scene.scale.identities, first, size, size, size-first+1); err != nil {
 						return err
 					}
 
