@@ -51,7 +51,7 @@ func ExampleDDL() {
 	// CREATE INDEX "idx_legion_agents_running" ON "legion_agents" USING gin (metadata jsonb_path_ops) WITH (fastupdate = off) WHERE status = 'running';
 	// CREATE INDEX "idx_legion_agents_started_at" ON "legion_agents" USING btree ("started_at");
 	// CREATE INDEX "idx_legion_agents_updated_at" ON "legion_agents" USING btree ("updated_at");
-	// ALTER TABLE "legion_agents" SET (fillfactor = 80);
+	// ALTER TABLE "legion_agents" SET (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.02);
 	// CREATE TABLE "legion_agents_identities" (
 	//   "identity" JSONB,
 	//   "created_at" timestamptz NOT NULL DEFAULT now(),

@@ -20,8 +20,8 @@ type found struct {
 	// triggers are those that are not switched off.
 	triggers map[string]bool
 
-	// fillfactor says that the table has one of its own.
-	fillfactor bool
+	// options are the storage parameters that are set.
+	options map[string]bool
 
 	// schema and name are where the table is or would be made.
 	schema, name string
@@ -90,7 +90,7 @@ func read(tx *gorm.DB, tables []*Table) ([]found, error) {
 	for i := range state {
 		state[i] = found{
 			columns: map[string]column{}, constraints: map[string]bool{}, indexes: map[string]bool{},
-			triggers: map[string]bool{}, functions: map[string]string{},
+			triggers: map[string]bool{}, options: map[string]bool{}, functions: map[string]string{},
 		}
 	}
 
@@ -131,7 +131,7 @@ func read(tx *gorm.DB, tables []*Table) ([]found, error) {
 		case "place":
 			state[number].schema, state[number].name = name, dataType
 		case "option":
-			state[number].fillfactor = state[number].fillfactor || name == "fillfactor"
+			state[number].options[name] = true
 		}
 
 		return nil

@@ -1,7 +1,6 @@
 package migration
 
 import (
-	"fmt"
 	"slices"
 	"strings"
 
@@ -65,22 +64,4 @@ func (p *plan) upgradeServerFunction(state []found) {
 // quote quotes a name that has dots of its own, which GORM's quoting takes apart.
 func quote(name string) string {
 	return `"` + strings.ReplaceAll(name, `"`, `""`) + `"`
-}
-
-// fillfactor leaves room on each page of the agents' table for the next versions of its
-// rows, so that a renewal, which changes no index, can stay on the page. 80 is enough for
-// a table of which all rows are running: see TestOneStatementRenewsAllTurnsOfAProcess.
-const fillfactor = 80
-
-func (t *Table) setFillfactor() string {
-	return fmt.Sprintf("ALTER TABLE %s SET (fillfactor = %d)", t.quoted, fillfactor)
-}
-
-// hasLeases reports whether the table is the agents'.
-func (t *Table) hasLeases() bool { return t.legion["lease_expires_at"] != nil }
-
-func (p *plan) upgradeStorage(table *Table, state *found) {
-	if table.hasLeases() && !state.fillfactor {
-		p.together = append(p.together, table.setFillfactor())
-	}
 }

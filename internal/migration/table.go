@@ -118,7 +118,7 @@ func (t *Table) Create() ([]string, error) {
 	}
 
 	if t.hasLeases() {
-		statements = append(statements, t.setFillfactor())
+		statements = append(statements, t.setStorage(nil))
 	}
 
 	return statements, nil
