@@ -16,10 +16,16 @@ import (
 	"github.com/legion-gorm/legion/models"
 )
 
-// setupLarge is a table of 50,000 agents that started over the last 30 days: a third of
-// them of one tenant, each with an email of its own, 50 of them running.
+// setupLarge is a table of many agents that started over the last 30 days: a third of
+// them of one tenant, each with an email of its own, 50 of them running. They are 50,000;
+// in a longer run, where LEGION_TEST_COUNT says so, 300,000.
 func setupLarge(t *testing.T) *gorm.DB {
 	t.Helper()
+
+	size := 50_000
+	if concurrentCount(t, 1) > 1 {
+		size = 300_000
+	}
 
 	db := pgtest.Open(t)
 	require.NoError(t, db.AutoMigrate(&models.LegionAgent{}, &models.LegionIdentity{}))
@@ -28,10 +34,11 @@ INSERT INTO legion_agents (agent_id, metadata, usage, status, lease_expires_at, 
 SELECT 'agent ' || i,
   jsonb_build_object('tenant', CASE i % 3 WHEN 0 THEN 'large' ELSE 'tenant ' || i % 500 END, 'email', i || '@example.com'),
   jsonb_build_array(jsonb_build_object('at', (extract(epoch FROM moment) * 1000)::bigint, 'total_tokens', i, 'evals', 1)),
-  CASE WHEN i > 49950 THEN 'running' ELSE 'idle' END,
-  CASE WHEN i > 49950 THEN now() + interval '1 hour' END,
+  CASE WHEN i > ?::int - 50 THEN 'running' ELSE 'idle' END,
+  CASE WHEN i > ?::int - 50 THEN now() + interval '1 hour' END,
   moment, moment, moment
-FROM generate_series(1, 50000) AS i CROSS JOIN LATERAL (SELECT now() - (50000 - i) * interval '30 days' / 50000 AS moment) AS clock`).Error)
+FROM generate_series(1, ?::int) AS i CROSS JOIN LATERAL (SELECT now() - (?::int - i) * interval '30 days' / ?::int AS moment) AS clock`,
+		size, size, size, size, size).Error)
 	require.NoError(t, db.Exec("VACUUM ANALYZE legion_agents").Error)
 
 	return db

@@ -22,8 +22,8 @@ type JSONContainsExpression struct {
 //	db.Where(models.JSONContains("metadata", map[string]any{"tenant": "acme"})).Find(&agents)
 //
 // The column may be qualified with its table ("legion_agents.metadata"). The
-// document is anything that encoding/json can marshal; a json.RawMessage or a
-// datatypes.JSON is taken as the JSON text that it is. It reaches the database as
+// document is anything that encoding/json can marshal; a json.RawMessage, a
+// datatypes.JSON or a []byte is taken as the JSON text that it is. It reaches the database as
 // a parameter, never as SQL text. A GIN index on the column serves the condition.
 //
 // [gorm.DB.Not] negates it. As everywhere in SQL, neither form matches a row
@@ -71,11 +71,18 @@ func (c *JSONContainsExpression) documentText(builder clause.Builder) (string, e
 		return "", errJSONContainsDialect
 	}
 
-	if raw, ok := c.document.(json.RawMessage); ok && json.Valid(raw) {
+	document := c.document
+
+	// encoding/json would write it in base 64, which no column contains.
+	if text, ok := document.([]byte); ok {
+		document = json.RawMessage(text)
+	}
+
+	if raw, ok := document.(json.RawMessage); ok && json.Valid(raw) {
 		return string(raw), nil
 	}
 
-	text, err := json.Marshal(c.document)
+	text, err := json.Marshal(document)
 	if err != nil {
 		// The cause names the Go type; the caller's value is not in it.
 		return "", fmt.Errorf("legion: JSONContains on column %q: the document cannot be written as JSON: %w", c.column, err)

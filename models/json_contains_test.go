@@ -40,6 +40,11 @@ func TestJSONContainsSQL(t *testing.T) {
 			where:      `"meta""data" @> $1::jsonb`,
 			parameters: []any{`{"tenant":"acme"}`},
 		},
+		"JSON text as bytes": {
+			query:      func(db *gorm.DB) *gorm.DB { return db.Where(models.JSONContains("metadata", []byte(`{"tenant": "acme"}`))) },
+			where:      `"metadata" @> $1::jsonb`,
+			parameters: []any{`{"tenant": "acme"}`},
+		},
 		"negated": {
 			query:      func(db *gorm.DB) *gorm.DB { return db.Not(models.JSONContains("metadata", acme)) },
 			where:      `NOT ("metadata" @> $1::jsonb)`,
@@ -139,6 +144,7 @@ func TestJSONContainsReportsADocumentThatIsNoJSON(t *testing.T) {
 		"channel":                make(chan int),
 		"function in a map":      map[string]any{"secret": func() {}},
 		"malformed JSON text":    json.RawMessage(`{"secret":`),
+		"malformed bytes":        []byte(`{"secret":`),
 		"malformed datatypes":    datatypes.JSON(`{"secret"`),
 		"marshaller that failed": failingMarshaller{},
 	} {
