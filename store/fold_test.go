@@ -298,7 +298,7 @@ func (b bundle) windowSums(t *testing.T, cutoffs []int64) []int64 {
 
 	sums := make([]int64, len(cutoffs))
 	for i, cutoff := range cutoffs {
-		require.NoError(t, b.db.Raw(`SELECT `+usagesql.Saturate("sum("+usagesql.Count("entry", "total_tokens")+")")+`
+		require.NoError(t, b.db.Raw(`SELECT `+usagesql.Saturate("sum("+usagesql.Count("entry -> 'total_tokens'")+")")+`
 			FROM legion_agents, jsonb_array_elements(usage) AS entry
 			WHERE CASE jsonb_typeof(entry -> 'at') WHEN 'number' THEN (entry ->> 'at')::numeric > ? END`, cutoff).Scan(&sums[i]).Error)
 	}

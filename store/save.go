@@ -32,8 +32,9 @@ type Patch struct {
 	ConversationState []byte
 
 	// Status can only be idle: it takes an admission to run. Idle frees the slot of a
-	// bare Enforce, and gives up a run whose lease is over, with its reservation. Under a
-	// live run it is [ErrAgentRunning].
+	// bare Enforce, and gives up a run whose lease is over, with its reservation: should
+	// its process be alive after all, its End is ErrLeaseLost. Under a live run it is
+	// [ErrAgentRunning].
 	Status *models.Status
 }
 
@@ -122,9 +123,11 @@ func saveStatement(agents clause.Table, patch Patch) clause.Expression {
 
 	condition := ""
 	if patch.Status != nil {
-		// What an idle row holds no longer. Its run_id stays, so that the End of that run
-		// still knows its own. A new row has all this by default.
-		updates = append(updates, "status = 'idle'", "lease_expires_at = NULL", "reserved_tokens = 0")
+		// What an idle row holds no longer. The run_id of a run that has ended stays, so that
+		// an End which is retried knows its own; that of one that is given up goes, so that
+		// its End finds the lease lost. A new row has all this by default.
+		updates = append(updates, "status = 'idle'", "lease_expires_at = NULL", "reserved_tokens = 0",
+			"run_id = CASE agent.status WHEN 'running' THEN NULL ELSE agent.run_id END")
 		condition = "\nWHERE " + notUnderLiveRun
 	}
 

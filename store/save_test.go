@@ -109,8 +109,8 @@ func TestSaveOfIdle(t *testing.T) {
 	}{
 		"frees an unowned slot":                  {nil, inHours(1), slot{Status: models.StatusIdle}, nil},
 		"frees an unowned slot that is over":     {nil, inHours(-1), slot{Status: models.StatusIdle}, nil},
-		"gives up a run whose lease is over":     {"run", inHours(-1), slot{Status: models.StatusIdle, RunID: pointer("run")}, nil},
-		"gives up a run whose slot was revoked":  {"run", nil, slot{Status: models.StatusIdle, RunID: pointer("run")}, nil},
+		"gives up a run whose lease is over":     {"run", inHours(-1), slot{Status: models.StatusIdle}, nil},
+		"gives up a run whose slot was revoked":  {"run", nil, slot{Status: models.StatusIdle}, nil},
 		"is refused under a live run, of course": {"run", inHours(1), slot{models.StatusRunning, pointer("run"), true, 40}, store.ErrAgentRunning},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -136,6 +136,17 @@ func TestSaveOfIdle(t *testing.T) {
 			}
 		})
 	}
+}
+
+// By its ID an End that is retried knows its own.
+func TestSaveOfIdleKeepsTheIDOfARunThatHasEnded(t *testing.T) {
+	t.Parallel()
+
+	b := setupAgent(t)
+	b.set(t, agentID, map[string]any{"status": "idle", "run_id": "run"})
+
+	require.NoError(t, b.agents.Save(t.Context(), store.Patch{AgentID: agentID, Status: pointer(models.StatusIdle)}))
+	require.Equal(t, "run", *b.row(t, agentID).RunID)
 }
 
 func TestSaveUnderALiveRunWritesWhatIsNotTheStatus(t *testing.T) {

@@ -13,8 +13,9 @@
 //   - after a revocation nothing of it works, and the run can only be resumed or replaced
 //     by another one.
 //
-// The ID of the run stays on an idle row, so that an End which is retried after a lost
-// reply knows its own.
+// The ID of a run that has ended stays on the idle row, so that an End which is retried
+// after a lost reply knows its own. That of a run which the application gave up, by a Save
+// as idle, does not.
 package run
 
 import (

@@ -7,11 +7,11 @@ SET usage = (CASE WHEN (CASE jsonb_typeof(agent.usage) WHEN 'array' THEN jsonb_a
       (array_agg(entry.element) FILTER (WHERE entry.at IS NULL))[1] AS element,
       jsonb_build_object(
         'at', max(entry.at),
-        'folded', least(9223372036854775807, sum(greatest(1, CASE jsonb_typeof(entry.element -> 'folded') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.element ->> 'folded')::numeric)) ELSE 0 END))),
-        'total_tokens', least(9223372036854775807, sum(CASE jsonb_typeof(entry.element -> 'total_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.element ->> 'total_tokens')::numeric)) ELSE 0 END)),
-        'input_tokens', least(9223372036854775807, sum(CASE jsonb_typeof(entry.element -> 'input_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.element ->> 'input_tokens')::numeric)) ELSE 0 END)),
-        'output_tokens', least(9223372036854775807, sum(CASE jsonb_typeof(entry.element -> 'output_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.element ->> 'output_tokens')::numeric)) ELSE 0 END)),
-        'evals', least(9223372036854775807, sum(CASE jsonb_typeof(entry.element -> 'evals') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.element ->> 'evals')::numeric)) ELSE 0 END))) AS folded
+        'folded', least(9223372036854775807, sum(greatest(1, CASE jsonb_typeof(entry.element -> 'folded') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.element -> 'folded')::numeric)) ELSE 0 END))),
+        'total_tokens', least(9223372036854775807, sum(CASE jsonb_typeof(entry.element -> 'total_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.element -> 'total_tokens')::numeric)) ELSE 0 END)),
+        'input_tokens', least(9223372036854775807, sum(CASE jsonb_typeof(entry.element -> 'input_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.element -> 'input_tokens')::numeric)) ELSE 0 END)),
+        'output_tokens', least(9223372036854775807, sum(CASE jsonb_typeof(entry.element -> 'output_tokens') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.element -> 'output_tokens')::numeric)) ELSE 0 END)),
+        'evals', least(9223372036854775807, sum(CASE jsonb_typeof(entry.element -> 'evals') WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.element -> 'evals')::numeric)) ELSE 0 END))) AS folded
     FROM (
       SELECT foldable.element, foldable.position, foldable.at,
         CASE
