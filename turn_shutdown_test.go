@@ -43,7 +43,7 @@ func TestShutdownWaitsForTurnsThatEndThemselves(t *testing.T) {
 
 	_, err := plugin.Begin(t.Context(), "two", legion.TurnOptions{})
 	require.ErrorIs(t, err, legion.ErrShutdown)
-	_, err = plugin.Recover(t.Context(), legion.RecoverOptions{Rules: noRules}, nil)
+	_, err = plugin.Recover(t.Context(), legion.RecoverOptions{Rules: noRules}, doNothing)
 	require.NoError(t, err, "there was nothing to recover")
 	require.NoError(t, plugin.Shutdown(t.Context()), "again")
 	require.NoError(t, limiter.Enforce(db, "two", runningRule(1)), "the limiter is not affected")
