@@ -29,7 +29,7 @@ type watched struct {
 
 	db     *gorm.DB
 	agents *Store[models.LegionAgent]
-	proxy  *proxy
+	proxy  *pgtest.Proxy
 }
 
 func setupWatch(t *testing.T) watched {
@@ -43,9 +43,9 @@ func setupWatch(t *testing.T) watched {
 	config, err := pgx.ParseConfig(pgtest.WithParameter(pgtest.DSN(db), "application_name", "watch"))
 	require.NoError(t, err)
 
-	proxy := startProxy(t, net.JoinHostPort(config.Host, fmt.Sprint(config.Port)))
+	proxy := pgtest.StartProxy(t, net.JoinHostPort(config.Host, fmt.Sprint(config.Port)))
 	direct := config.DialFunc
-	config.DialFunc = func(ctx context.Context, _, _ string) (net.Conn, error) { return direct(ctx, "tcp", proxy.address) }
+	config.DialFunc = func(ctx context.Context, _, _ string) (net.Conn, error) { return direct(ctx, "tcp", proxy.Address()) }
 
 	agents := For[models.LegionAgent](db)
 	watch := agents.watch()
@@ -55,6 +55,14 @@ func setupWatch(t *testing.T) watched {
 	}
 
 	return watched{watch: watch, db: db, agents: agents, proxy: proxy}
+}
+
+// awaitDials waits for n more attempts to connect.
+func (w watched) awaitDials(t *testing.T, n int) {
+	t.Helper()
+
+	before := w.proxy.Dials()
+	require.Eventually(t, func() bool { return w.proxy.Dials() >= before+n }, time.Minute, time.Millisecond)
 }
 
 // started is a watch whose events the test receives one by one.
@@ -152,19 +160,19 @@ func TestALostConnectionIsToldAndReplaced(t *testing.T) {
 
 	for name, lose := range map[string]func(t *testing.T, w watched){
 		"terminated by the server": func(t *testing.T, w watched) { t.Helper(); w.terminate(t) },
-		"cut":                      func(_ *testing.T, w watched) { w.proxy.set(refusing); w.proxy.set(passing) },
+		"cut":                      func(_ *testing.T, w watched) { w.proxy.Set(pgtest.ProxyRefuses); w.proxy.Set(pgtest.ProxyPasses) },
 		"refused for a while": func(t *testing.T, w watched) {
 			t.Helper()
-			w.proxy.set(refusing)
-			w.proxy.awaitDials(t, 5)
-			w.proxy.set(passing)
+			w.proxy.Set(pgtest.ProxyRefuses)
+			w.awaitDials(t, 5)
+			w.proxy.Set(pgtest.ProxyPasses)
 		},
 		"swallowed": func(t *testing.T, w watched) {
 			t.Helper()
-			w.proxy.set(swallowing)
+			w.proxy.Set(pgtest.ProxySwallows)
 			w.save(t, "unheard")
-			w.proxy.awaitDials(t, 2)
-			w.proxy.set(passing)
+			w.awaitDials(t, 2)
+			w.proxy.Set(pgtest.ProxyPasses)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -200,12 +208,12 @@ func TestAQuietConnectionIsKept(t *testing.T) {
 	s := w.start(t)
 
 	// Several rounds of asking whether it is alive.
-	before := w.proxy.sent()
-	require.Eventually(t, func() bool { return w.proxy.sent() > before+10 }, time.Minute, time.Millisecond)
+	before := w.proxy.Sent()
+	require.Eventually(t, func() bool { return w.proxy.Sent() > before+10 }, time.Minute, time.Millisecond)
 
 	w.save(t, "a")
 	require.Equal(t, Event{AgentID: "a"}, s.next(t))
-	require.Equal(t, 1, w.proxy.dials())
+	require.Equal(t, 1, w.proxy.Dials())
 }
 
 func TestASessionThatNoLongerListensIsReplaced(t *testing.T) {
@@ -283,20 +291,20 @@ func TestASlowReaderIsToldThatItMissedEvents(t *testing.T) {
 	}
 
 	require.GreaterOrEqual(t, missed, 2)
-	require.Equal(t, 1, w.proxy.dials())
+	require.Equal(t, 1, w.proxy.Dials())
 }
 
 func TestACancelledWatchEndsAtOnce(t *testing.T) {
 	t.Parallel()
 
-	for name, mode := range map[string]mode{"while it listens": passing, "while the network is gone": swallowing, "while it waits to connect again": refusing} {
+	for name, mode := range map[string]pgtest.ProxyMode{"while it listens": pgtest.ProxyPasses, "while the network is gone": pgtest.ProxySwallows, "while it waits to connect again": pgtest.ProxyRefuses} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 
 			w := setupWatch(t)
 			w.idle, w.answer, w.firstWait, w.lastWait = time.Hour, time.Hour, time.Hour, time.Hour
 			s := w.start(t)
-			w.proxy.set(mode)
+			w.proxy.Set(mode)
 
 			s.cancel(io.ErrShortBuffer)
 			require.ErrorIs(t, s.end(t), io.ErrShortBuffer)
