@@ -30,6 +30,7 @@ type watched struct {
 	db     *gorm.DB
 	agents *Store[models.LegionAgent]
 	proxy  *pgtest.Proxy
+	config *pgx.ConnConfig
 }
 
 func setupWatch(t *testing.T) watched {
@@ -54,7 +55,7 @@ func setupWatch(t *testing.T) watched {
 		return func(ctx context.Context) (*pgx.Conn, error) { return pgx.ConnectConfig(ctx, config) }, nil
 	}
 
-	return watched{watch: watch, db: db, agents: agents, proxy: proxy}
+	return watched{watch: watch, db: db, agents: agents, proxy: proxy, config: config}
 }
 
 // awaitDials waits for n more attempts to connect.
@@ -197,6 +198,27 @@ func TestALostConnectionIsToldAndReplaced(t *testing.T) {
 			require.ErrorIs(t, s.end(t), context.Canceled)
 			require.Eventually(t, func() bool { return w.connections(t) == 0 }, time.Minute, 10*time.Millisecond)
 		})
+	}
+}
+
+func TestAWatchWhoseSessionsTheServerEndsGoesOn(t *testing.T) {
+	t.Parallel()
+
+	w := setupWatch(t)
+	w.idle = time.Hour // it says nothing by itself
+	w.config.RuntimeParams["idle_session_timeout"] = "100"
+	s := w.start(t)
+	heard, missed := false, 0
+
+	// An event that is committed while there is no session is one that is missed.
+	for !heard || missed < 3 {
+		event := s.next(t)
+		heard = heard || event.AgentID == "a"
+
+		if event.Missed {
+			missed++
+			w.save(t, "a")
+		}
 	}
 }
 
