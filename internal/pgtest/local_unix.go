@@ -79,12 +79,17 @@ func launchLocal(ctx context.Context, request *order) (launched, error) {
 		return launched{}, errors.Join(fmt.Errorf("binaries in %s: %w", request.Directory, err), server.release())
 	}
 
-	started := launched{reply{DSN: server.dsn(), Folder: server.folder, ProcessID: server.process.Process.Pid}, server.release}
-	if request.Restarts {
-		go server.revive() //nolint:gosec // its servers outlive ctx, which bounds the first start only
+	return server.launched(request.Restarts), nil
+}
+
+// launched is the server once it runs. With restarts it is started again whenever it ends.
+func (s *localServer) launched(restarts bool) launched {
+	started := launched{reply{DSN: s.dsn(), Folder: s.folder, ProcessID: s.process.Process.Pid}, s.release}
+	if restarts {
+		go s.revive()
 	}
 
-	return started, nil
+	return started
 }
 
 func newLocalServer(request *order) (*localServer, error) {

@@ -24,7 +24,7 @@ type order struct {
 	Directory string    `json:"directory,omitempty"` // local: where the binaries are
 	Image     string    `json:"image,omitempty"`     // docker
 	Settings  []setting `json:"settings,omitempty"`  // local, docker, embedded
-	Restarts  bool      `json:"restarts,omitempty"`  // local: start the server again when it ends
+	Restarts  bool      `json:"restarts,omitempty"`  // local, embedded: start the server again when it ends
 
 	Environment []setting `json:"environment,omitempty"` // local, embedded: of the server
 	DiskSize    int64     `json:"disk_size,omitempty"`   // local, embedded: of a disk of the server's own; 0: it has none
