@@ -69,7 +69,8 @@ type RecoverFailure struct {
 //
 //	report, err := plugin.Recover(ctx, legion.RecoverOptions{Rules: rulesOf}, resume)
 //
-// A panic of resume ends the process, as on any goroutine, once its turn has ended.
+// A panic of resume ends the process, as on any goroutine, once its turn has ended. A nil
+// resume is [ErrInvalidTurn], before the database is touched.
 //
 // It makes one pass and returns when all that it resumed has ended. Those for which there
 // is no room keep their interrupted run: call it again later, for example every minute.
@@ -87,6 +88,8 @@ func (p *Plugin) Recover(ctx context.Context, options RecoverOptions, resume fun
 		return report, errNoDatabase
 	case options.Rules == nil:
 		return report, fmt.Errorf("%w: RecoverOptions.Rules is nil: say under which rules interrupted agents are resumed", fault.ErrInvalidTurn)
+	case resume == nil:
+		return report, fmt.Errorf("%w: resume is nil: say what an interrupted agent goes on with", fault.ErrInvalidTurn)
 	case options.Concurrency < 0:
 		return report, fmt.Errorf("%w: RecoverOptions.Concurrency is negative: leave it 0 for %d", fault.ErrInvalidTurn, DefaultRecoverConcurrency)
 	case options.Concurrency == 0:

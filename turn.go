@@ -185,9 +185,19 @@ func (t *Turn) End(ctx context.Context) error {
 	if err == nil || isLeaseLost(err) {
 		t.finished, t.finishError = true, err
 		t.plugin.turns.remove(t)
+	} else {
+		t.plugin.turns.failed()
 	}
 
 	return err
+}
+
+// isAtWork reports whether End has not been called yet.
+func (t *Turn) isAtWork() bool {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+
+	return !t.ended
 }
 
 func (t *Turn) end(ctx context.Context, state []byte) error {

@@ -4,10 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/hex"
-	"net"
-	"net/url"
 	"slices"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -21,14 +18,9 @@ import (
 	"github.com/legion-gorm/legion/models"
 )
 
-// A network is a TCP proxy before the server, on which a test can lose a reply, or
-// everything.
+// A network stands before the server, and a test can lose a reply on it, or everything.
 type network struct {
-	listener net.Listener
-	server   string
-
-	// silent forwards nothing any more, and closes nothing.
-	silent atomic.Bool
+	*pgtest.Proxy
 
 	// lose is what a client has to say, one of them, for its connection to be cut once the
 	// server has answered, or, with before, once the server would have heard it. It happens
@@ -39,8 +31,7 @@ type network struct {
 	// same way, once. 0: none is.
 	steps atomic.Int64
 
-	lost        atomic.Int64
-	connections sync.WaitGroup
+	lost atomic.Int64
 }
 
 type loss struct {
@@ -55,141 +46,39 @@ func (l *loss) isIn(said []byte) bool {
 	return slices.ContainsFunc(l.said, func(word string) bool { return bytes.Contains(said, []byte(word)) })
 }
 
-// startNetwork returns a network, and the DSN of the database as it is reached through
-// it.
-func startNetwork(t *testing.T, dsn string) (*network, string) {
-	t.Helper()
-
-	listener, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-
-	parsed, err := url.Parse(dsn)
-	require.NoError(t, err)
-
-	started := &network{listener: listener, server: parsed.Host}
-	parsed.Host = listener.Addr().String()
-
-	done, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-
-	started.connections.Go(func() {
-		for {
-			client, err := listener.Accept()
-			if err != nil {
-				return
-			}
-
-			started.connections.Go(func() { started.connect(done, client) })
-		}
-	})
-
-	t.Cleanup(func() {
-		stop()
-		require.NoError(t, listener.Close())
-		started.connections.Wait()
-	})
-
-	return started, parsed.String()
-}
-
-func (n *network) connect(done context.Context, client net.Conn) {
-	server, err := new(net.Dialer).DialContext(done, "tcp", n.server)
-	if err != nil {
-		_ = client.Close()
-
-		return
+// judge says what becomes of what a client has said.
+func (n *network) judge(said []byte) *pgtest.Loss {
+	if n.steps.Load() > 0 && n.steps.Add(-1) == 0 {
+		return &pgtest.Loss{Before: n.lost.Add(1)%2 == 1}
 	}
 
-	ctx, cut := context.WithCancel(done)
-	stop := context.AfterFunc(ctx, func() {
-		_ = client.Close()
-		_ = server.Close()
-	})
-
-	defer stop()
-	defer cut()
-
-	// answers is set when the server's next words are not to arrive.
-	var answers atomic.Pointer[loss]
-
-	var directions sync.WaitGroup
-
-	directions.Go(func() {
-		defer cut()
-		n.forward(client, server, func(said []byte) bool {
-			if n.steps.Load() > 0 && n.steps.Add(-1) == 0 {
-				n.lost.Add(1)
-				answers.Store(&loss{})
-
-				return n.lost.Load()%2 == 0
-			}
-
-			expected := n.lose.Load()
-			if expected == nil || !expected.isIn(said) || !n.lose.CompareAndSwap(expected, nil) {
-				return true
-			}
-
-			n.lost.Add(1)
-			answers.Store(expected)
-
-			return !expected.before
-		})
-	})
-	directions.Go(func() {
-		defer cut()
-		n.forward(server, client, func([]byte) bool {
-			unheard := answers.Load()
-			if unheard != nil && unheard.answered != nil {
-				unheard.answered()
-			}
-
-			return unheard == nil
-		})
-	})
-	directions.Wait()
-}
-
-// forward copies until hear says no, or either side is closed.
-func (n *network) forward(from, to net.Conn, hear func([]byte) bool) {
-	buffer := make([]byte, 64<<10)
-
-	for {
-		length, err := from.Read(buffer)
-		if err != nil {
-			return
-		}
-
-		for n.silent.Load() {
-			time.Sleep(time.Millisecond)
-
-			if _, err := to.Write(nil); err != nil {
-				return
-			}
-		}
-
-		if !hear(buffer[:length]) {
-			return
-		}
-
-		if _, err := to.Write(buffer[:length]); err != nil {
-			return
-		}
+	expected := n.lose.Load()
+	if expected == nil || !expected.isIn(said) || !n.lose.CompareAndSwap(expected, nil) {
+		return nil
 	}
+
+	n.lost.Add(1)
+
+	return &pgtest.Loss{Before: expected.before, Answered: expected.answered}
 }
 
 // useNetwork is useTurns through a network. direct is a connection past it.
-func useNetwork(t *testing.T, options ...legion.Option) (network *network, direct *gorm.DB, plugin *legion.Plugin) {
+func useNetwork(t *testing.T, options ...legion.Option) (lossy *network, direct *gorm.DB, plugin *legion.Plugin) {
 	t.Helper()
 
 	dsn := pgtest.Database(t)
 	direct = pgtest.OpenDSN(t, dsn)
 	require.NoError(t, legion.Migrate(direct))
 
-	network, through := startNetwork(t, dsn)
+	proxy, through := pgtest.StartProxyBefore(t, dsn)
+	lossy = &network{Proxy: proxy}
+	proxy.Judge(lossy.judge)
+
 	plugin = legion.New(append([]legion.Option{legion.WithObserver(nil)}, options...)...)
 	require.NoError(t, pgtest.OpenDSN(t, through).Use(plugin))
 
 	t.Cleanup(func() {
-		network.silent.Store(false)
+		proxy.Set(pgtest.ProxyPasses)
 
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), longest)
 		defer cancel()
@@ -197,7 +86,7 @@ func useNetwork(t *testing.T, options ...legion.Option) (network *network, direc
 		require.NoError(t, plugin.Shutdown(ctx))
 	})
 
-	return network, direct, plugin
+	return lossy, direct, plugin
 }
 
 func TestALostReplyIsHarmless(t *testing.T) {
@@ -289,7 +178,7 @@ func TestATurnThatIsCutOffEndsBeforeAnotherAgentIsAdmitted(t *testing.T) {
 	require.NoError(t, err)
 	requireHolds(t, turn, 1.5)
 
-	network.silent.Store(true)
+	network.Set(pgtest.ProxySwallows)
 
 	require.Eventually(t, func() bool {
 		err := limiter.Enforce(db, "next", runningRule(1))
@@ -300,7 +189,7 @@ func TestATurnThatIsCutOffEndsBeforeAnotherAgentIsAdmitted(t *testing.T) {
 		return err == nil
 	}, longest, 2*time.Millisecond)
 
-	network.silent.Store(false)
+	network.Set(pgtest.ProxyPasses)
 	require.ErrorIs(t, turn.End(t.Context()), legion.ErrLeaseLost)
 	require.NoError(t, turn.Record(t.Context(), models.Usage{TotalTokens: 5}))
 	require.EqualValues(t, 5, tokensOf(t, db, "held"))

@@ -340,7 +340,7 @@ func TestARunThatIsClaimedButNotResumedIsLeftToBeRecovered(t *testing.T) {
 		}))
 		crash(t, db, 5, "one")
 
-		report, err := plugin.Recover(t.Context(), recoverUnder(runningRule(1)), nil)
+		report, err := plugin.Recover(t.Context(), recoverUnder(runningRule(1)), doNothing)
 		require.NoError(t, err)
 		require.Len(t, report.Left, 1)
 		require.ErrorIs(t, report.Left[0].Err, legion.ErrShutdown)
@@ -364,7 +364,7 @@ func TestARunThatIsClaimedButNotResumedIsLeftToBeRecovered(t *testing.T) {
 			return []limiter.Rule{runningRule(1)}, nil
 		}
 
-		report, _ := plugin.Recover(ctx, legion.RecoverOptions{Rules: rules}, nil)
+		report, _ := plugin.Recover(ctx, legion.RecoverOptions{Rules: rules}, doNothing)
 		require.Len(t, report.Left, 1)
 		require.ErrorIs(t, report.Left[0].Err, context.Canceled)
 		require.NotEqual(t, "gone", *rowOf(t, db, "one").RunID, "it was claimed")
@@ -372,21 +372,32 @@ func TestARunThatIsClaimedButNotResumedIsLeftToBeRecovered(t *testing.T) {
 	})
 }
 
-func TestRecoverNeedsRules(t *testing.T) {
+func TestRecoverRefusesWhatCannotWorkBeforeItAsksTheDatabase(t *testing.T) {
 	t.Parallel()
 
-	_, plugin := useTurns(t)
+	// Not migrated: whatever asks for an agent fails.
+	plugin := legion.New(legion.WithObserver(nil))
+	require.NoError(t, pgtest.Open(t).Use(plugin))
 
-	for name, options := range map[string]legion.RecoverOptions{
-		"Rules is nil":            {},
-		"Concurrency is negative": {Rules: noRules, Concurrency: -1},
+	for says, refused := range map[string]struct {
+		options legion.RecoverOptions
+		resume  func(context.Context, *legion.Turn) error
+	}{
+		"Rules is nil":            {resume: doNothing},
+		"resume is nil":           {options: legion.RecoverOptions{Rules: noRules}},
+		"Concurrency is negative": {options: legion.RecoverOptions{Rules: noRules, Concurrency: -1}, resume: doNothing},
 	} {
-		report, err := plugin.Recover(t.Context(), options, nil)
+		report, err := plugin.Recover(t.Context(), refused.options, refused.resume)
 		require.ErrorIs(t, err, legion.ErrInvalidTurn)
-		require.ErrorContains(t, err, name)
-		require.NotNil(t, report)
+		require.ErrorContains(t, err, says)
+		require.Equal(t, &legion.RecoverReport{}, report)
 	}
 
-	_, err := legion.New().Recover(t.Context(), recoverUnder(), nil)
+	_, err := plugin.Recover(t.Context(), recoverUnder(), doNothing)
+	require.ErrorIs(t, err, legion.ErrNotMigrated)
+	_, err = legion.New().Recover(t.Context(), recoverUnder(), nil)
 	require.ErrorIs(t, err, legion.ErrInvalidConfig)
 }
+
+// doNothing is work that has nothing left to do.
+func doNothing(context.Context, *legion.Turn) error { return nil }

@@ -43,7 +43,7 @@ func TestShutdownWaitsForTurnsThatEndThemselves(t *testing.T) {
 
 	_, err := plugin.Begin(t.Context(), "two", legion.TurnOptions{})
 	require.ErrorIs(t, err, legion.ErrShutdown)
-	_, err = plugin.Recover(t.Context(), legion.RecoverOptions{Rules: noRules}, nil)
+	_, err = plugin.Recover(t.Context(), legion.RecoverOptions{Rules: noRules}, doNothing)
 	require.NoError(t, err, "there was nothing to recover")
 	require.NoError(t, plugin.Shutdown(t.Context()), "again")
 	require.NoError(t, limiter.Enforce(db, "two", runningRule(1)), "the limiter is not affected")
@@ -88,6 +88,60 @@ func TestShutdownReportsTurnsThatItCouldNotEnd(t *testing.T) {
 
 	require.NoError(t, locker.Rollback().Error)
 	require.NoError(t, turn.End(t.Context()))
+}
+
+func TestShutdownDoesNotWaitForATurnWhoseEndHasFailed(t *testing.T) {
+	t.Parallel()
+
+	db, plugin := useTurns(t)
+	agents, err := db.DB()
+	require.NoError(t, err)
+
+	fail := func() {
+		_, err := agents.ExecContext(t.Context(), "ALTER TABLE legion_agents ADD CONSTRAINT busy CHECK (status <> 'idle') NOT VALID")
+		require.NoError(t, err)
+	}
+	heal := func() {
+		_, err := agents.ExecContext(t.Context(), "ALTER TABLE legion_agents DROP CONSTRAINT busy")
+		require.NoError(t, err)
+	}
+
+	require.Error(t, plugin.Run(t.Context(), "before", under(runningRule(2)), func(context.Context, *legion.Turn) error {
+		fail()
+
+		return nil
+	}))
+	heal()
+
+	// It fails once more while Shutdown waits for it.
+	ended := make(chan error, 1)
+	working := make(chan struct{})
+
+	go func() {
+		ended <- plugin.Run(t.Context(), "meanwhile", under(runningRule(2)), func(ctx context.Context, _ *legion.Turn) error {
+			close(working)
+			<-ctx.Done()
+			fail()
+
+			return nil
+		})
+	}()
+
+	<-working
+
+	began := time.Now()
+	ctx, cancel := context.WithTimeout(t.Context(), longest)
+	defer cancel()
+
+	require.Error(t, plugin.Shutdown(ctx), "they cannot be ended")
+	require.Less(t, time.Since(began), longest/2)
+	require.Error(t, <-ended)
+
+	heal()
+	require.NoError(t, plugin.Shutdown(ctx))
+	require.Less(t, time.Since(began), longest/2)
+	requireIdle(t, db, "before")
+	requireIdle(t, db, "meanwhile")
 }
 
 func TestShutdownEndsABeginThatWaits(t *testing.T) {

@@ -33,7 +33,7 @@ type turns struct {
 	shutdown    context.Context //nolint:containedctx // the plugin's own
 	setShutdown context.CancelCauseFunc
 
-	// idle is closed and replaced whenever a turn ends.
+	// idle is closed and replaced whenever a turn has ended, or failed to.
 	idle chan struct{}
 
 	// busy counts what Shutdown waits for beside the turns: beginnings and clean-ups.
@@ -115,6 +115,19 @@ func (t *turns) remove(turn *Turn) {
 	defer t.mutex.Unlock()
 
 	delete(t.live, turn)
+	t.changed()
+}
+
+// failed is called when a turn's End has failed.
+func (t *turns) failed() {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+
+	t.changed()
+}
+
+// changed is called under the mutex.
+func (t *turns) changed() {
 	close(t.idle)
 	t.idle = make(chan struct{})
 }
@@ -187,7 +200,8 @@ func (t *turns) close() []*Turn {
 	return slices.Collect(maps.Keys(t.live))
 }
 
-// left returns the turns that there are, and a channel that is closed when one has ended.
+// left returns the turns that there are, and a channel that is closed when one has ended or
+// failed to.
 func (t *turns) left() ([]*Turn, <-chan struct{}) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
@@ -197,8 +211,9 @@ func (t *turns) left() ([]*Turn, <-chan struct{}) {
 
 // Shutdown ends the plugin's turns in this process, for its end. New turns get
 // [ErrShutdown]. The contexts of those that run are cancelled with that cause, and
-// Shutdown waits for their End until ctx ends. Then it ends the rest itself, so that their
-// slots are free at once; what is still at work on them should stop.
+// Shutdown waits for their End until ctx ends, but not for those whose End has failed. Then
+// it ends what is left itself, so that their slots are free at once; what is still at work on
+// them should stop.
 //
 // It returns nil when all turns have ended, by themselves or not; otherwise the errors of
 // those that could not be ended, whose slots are free when their leases are over. After it,
@@ -209,24 +224,22 @@ func (p *Plugin) Shutdown(ctx context.Context) error {
 		turn.cancel(ErrShutdown)
 	}
 
-	waited := p.turns.await(ctx)
+	p.turns.await(ctx)
+
 	left, _ := p.turns.left()
 	errs := make([]error, len(left))
 
-	if !waited {
-		var ends sync.WaitGroup
+	var ends sync.WaitGroup
 
-		for i, turn := range left {
-			ends.Go(func() {
-				if err := turn.End(ctx); !isLeaseLost(err) {
-					errs[i] = err
-				}
-			})
-		}
-
-		ends.Wait()
+	for i, turn := range left {
+		ends.Go(func() {
+			if err := turn.End(ctx); !isLeaseLost(err) {
+				errs[i] = err
+			}
+		})
 	}
 
+	ends.Wait()
 	p.turns.busy.Wait()
 
 	// What began in the last moment ends by itself, in Begin.
@@ -240,18 +253,19 @@ func (p *Plugin) Shutdown(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// await waits until no turn is left, and reports whether that is so before ctx ends.
-func (t *turns) await(ctx context.Context) bool {
+// await waits until every turn has ended, or tried to: nobody has to call End again after
+// an error, as Run does not. It waits no longer than ctx.
+func (t *turns) await(ctx context.Context) {
 	for {
 		left, changed := t.left()
-		if len(left) == 0 {
-			return true
+		if !slices.ContainsFunc(left, (*Turn).isAtWork) {
+			return
 		}
 
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return false
+			return
 		}
 	}
 }

@@ -127,6 +127,10 @@ func TestRetryableErrorsAreThoseThatASecondRunMayNotMeet(t *testing.T) {
 		{&pgconn.PgError{Code: "40001"}, true},
 		{&pgconn.PgError{Code: "08006"}, true},
 		{&pgconn.PgError{Code: "57P01"}, true},
+		{&pgconn.PgError{Code: "57P05"}, true},  // a session that was idle for too long
+		{&pgconn.PgError{Code: "25P03"}, true},  // a transaction that was
+		{&pgconn.PgError{Code: "25P04"}, false}, // one that took too long
+		{&pgconn.PgError{Code: "53100"}, false}, // a disk that is full
 		{&pgconn.PgError{Code: "57014"}, false}, // a statement that was cancelled, for example by its timeout
 		{&pgconn.PgError{Code: "23505"}, false},
 		{&pgconn.PgError{Code: "42P01"}, false},

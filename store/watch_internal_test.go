@@ -29,7 +29,8 @@ type watched struct {
 
 	db     *gorm.DB
 	agents *Store[models.LegionAgent]
-	proxy  *proxy
+	proxy  *pgtest.Proxy
+	config *pgx.ConnConfig
 }
 
 func setupWatch(t *testing.T) watched {
@@ -43,9 +44,9 @@ func setupWatch(t *testing.T) watched {
 	config, err := pgx.ParseConfig(pgtest.WithParameter(pgtest.DSN(db), "application_name", "watch"))
 	require.NoError(t, err)
 
-	proxy := startProxy(t, net.JoinHostPort(config.Host, fmt.Sprint(config.Port)))
+	proxy := pgtest.StartProxy(t, net.JoinHostPort(config.Host, fmt.Sprint(config.Port)))
 	direct := config.DialFunc
-	config.DialFunc = func(ctx context.Context, _, _ string) (net.Conn, error) { return direct(ctx, "tcp", proxy.address) }
+	config.DialFunc = func(ctx context.Context, _, _ string) (net.Conn, error) { return direct(ctx, "tcp", proxy.Address()) }
 
 	agents := For[models.LegionAgent](db)
 	watch := agents.watch()
@@ -54,7 +55,15 @@ func setupWatch(t *testing.T) watched {
 		return func(ctx context.Context) (*pgx.Conn, error) { return pgx.ConnectConfig(ctx, config) }, nil
 	}
 
-	return watched{watch: watch, db: db, agents: agents, proxy: proxy}
+	return watched{watch: watch, db: db, agents: agents, proxy: proxy, config: config}
+}
+
+// awaitDials waits for n more attempts to connect.
+func (w watched) awaitDials(t *testing.T, n int) {
+	t.Helper()
+
+	before := w.proxy.Dials()
+	require.Eventually(t, func() bool { return w.proxy.Dials() >= before+n }, time.Minute, time.Millisecond)
 }
 
 // started is a watch whose events the test receives one by one.
@@ -152,19 +161,19 @@ func TestALostConnectionIsToldAndReplaced(t *testing.T) {
 
 	for name, lose := range map[string]func(t *testing.T, w watched){
 		"terminated by the server": func(t *testing.T, w watched) { t.Helper(); w.terminate(t) },
-		"cut":                      func(_ *testing.T, w watched) { w.proxy.set(refusing); w.proxy.set(passing) },
+		"cut":                      func(_ *testing.T, w watched) { w.proxy.Set(pgtest.ProxyRefuses); w.proxy.Set(pgtest.ProxyPasses) },
 		"refused for a while": func(t *testing.T, w watched) {
 			t.Helper()
-			w.proxy.set(refusing)
-			w.proxy.awaitDials(t, 5)
-			w.proxy.set(passing)
+			w.proxy.Set(pgtest.ProxyRefuses)
+			w.awaitDials(t, 5)
+			w.proxy.Set(pgtest.ProxyPasses)
 		},
 		"swallowed": func(t *testing.T, w watched) {
 			t.Helper()
-			w.proxy.set(swallowing)
+			w.proxy.Set(pgtest.ProxySwallows)
 			w.save(t, "unheard")
-			w.proxy.awaitDials(t, 2)
-			w.proxy.set(passing)
+			w.awaitDials(t, 2)
+			w.proxy.Set(pgtest.ProxyPasses)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -192,6 +201,27 @@ func TestALostConnectionIsToldAndReplaced(t *testing.T) {
 	}
 }
 
+func TestAWatchWhoseSessionsTheServerEndsGoesOn(t *testing.T) {
+	t.Parallel()
+
+	w := setupWatch(t)
+	w.idle = time.Hour // it says nothing by itself
+	w.config.RuntimeParams["idle_session_timeout"] = "100"
+	s := w.start(t)
+	heard, missed := false, 0
+
+	// An event that is committed while there is no session is one that is missed.
+	for !heard || missed < 3 {
+		event := s.next(t)
+		heard = heard || event.AgentID == "a"
+
+		if event.Missed {
+			missed++
+			w.save(t, "a")
+		}
+	}
+}
+
 func TestAQuietConnectionIsKept(t *testing.T) {
 	t.Parallel()
 
@@ -200,12 +230,12 @@ func TestAQuietConnectionIsKept(t *testing.T) {
 	s := w.start(t)
 
 	// Several rounds of asking whether it is alive.
-	before := w.proxy.sent()
-	require.Eventually(t, func() bool { return w.proxy.sent() > before+10 }, time.Minute, time.Millisecond)
+	before := w.proxy.Sent()
+	require.Eventually(t, func() bool { return w.proxy.Sent() > before+10 }, time.Minute, time.Millisecond)
 
 	w.save(t, "a")
 	require.Equal(t, Event{AgentID: "a"}, s.next(t))
-	require.Equal(t, 1, w.proxy.dials())
+	require.Equal(t, 1, w.proxy.Dials())
 }
 
 func TestASessionThatNoLongerListensIsReplaced(t *testing.T) {
@@ -283,20 +313,20 @@ func TestASlowReaderIsToldThatItMissedEvents(t *testing.T) {
 	}
 
 	require.GreaterOrEqual(t, missed, 2)
-	require.Equal(t, 1, w.proxy.dials())
+	require.Equal(t, 1, w.proxy.Dials())
 }
 
 func TestACancelledWatchEndsAtOnce(t *testing.T) {
 	t.Parallel()
 
-	for name, mode := range map[string]mode{"while it listens": passing, "while the network is gone": swallowing, "while it waits to connect again": refusing} {
+	for name, mode := range map[string]pgtest.ProxyMode{"while it listens": pgtest.ProxyPasses, "while the network is gone": pgtest.ProxySwallows, "while it waits to connect again": pgtest.ProxyRefuses} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 
 			w := setupWatch(t)
 			w.idle, w.answer, w.firstWait, w.lastWait = time.Hour, time.Hour, time.Hour, time.Hour
 			s := w.start(t)
-			w.proxy.set(mode)
+			w.proxy.Set(mode)
 
 			s.cancel(io.ErrShortBuffer)
 			require.ErrorIs(t, s.end(t), io.ErrShortBuffer)

@@ -74,9 +74,10 @@ func connectionLost(err error) bool {
 	if server, ok := errors.AsType[*pgconn.PgError](err); ok {
 		// Class 08: connection exceptions. 57P01 to 57P03: the server is going down,
 		// has crashed, or is not up yet. 25006 is what a server says that became a
-		// standby under us.
+		// standby under us. 25P03 and 57P05: the session was idle for too long, in a
+		// transaction or outside, and is told so with the next statement.
 		return strings.HasPrefix(server.Code, "08") ||
-			server.Code == "57P01" || server.Code == "57P02" || server.Code == "57P03" || server.Code == "25006"
+			slices.Contains([]string{"57P01", "57P02", "57P03", "25006", "25P03", "57P05"}, server.Code)
 	}
 
 	var network net.Error

@@ -105,6 +105,41 @@ func TestARenewalWorksWhateverTheDefaultIsolation(t *testing.T) {
 	require.True(t, answers[0].renewed)
 }
 
+func TestARenewalOutlivesTheConnectionOfTheLastOne(t *testing.T) {
+	t.Parallel()
+
+	for parameter, end := range map[string]string{
+		"application_name":     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = '100' AND datname = current_database()",
+		"idle_session_timeout": "SELECT pg_sleep(0.3)",
+	} {
+		t.Run(parameter, func(t *testing.T) {
+			t.Parallel()
+
+			db, _ := setup(t)
+			kept := run.Run{AgentID: "a", ID: "1"}
+			insertRun(t, db, kept, time.Minute)
+
+			var connected int
+
+			renewer := renewer{length: longest, statement: RenewStatement("legion_agents", time.Hour), connect: func(ctx context.Context) (*pgx.Conn, error) {
+				connected++
+
+				return pgx.Connect(ctx, pgtest.WithParameter(pgtest.DSN(db), parameter, "100"))
+			}}
+			t.Cleanup(renewer.close)
+
+			for range 3 {
+				answers, err := renewer.renew(t.Context(), []run.Run{kept})
+				require.NoError(t, err)
+				require.Equal(t, []answer{{run: kept, renewed: true, held: true}}, answers)
+				require.NoError(t, db.Exec(end).Error)
+			}
+
+			require.Equal(t, 3, connected)
+		})
+	}
+}
+
 func TestAKeeperWithoutLeasesHasNoGoroutineAndNoConnection(t *testing.T) {
 	t.Parallel()
 

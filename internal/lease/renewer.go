@@ -70,12 +70,24 @@ LEFT JOIN renewed ON renewed.agent_id = asked.agent_id AND renewed.run_id = aske
 LEFT JOIN %[1]s AS agent ON agent.agent_id = asked.agent_id`, quotedTable, length.Microseconds())
 }
 
-// renew renews the leases, on a new connection if there is none. It takes no longer than
-// a third of a lease, so that there is time for another attempt.
+// renew renews the leases, on a new connection if there is none, or if the one that there
+// is has been lost since it was last used, as where the server ends sessions that are idle.
+// It takes no longer than a third of a lease, so that there is time for another attempt.
 func (r *renewer) renew(ctx context.Context, runs []run.Run) (answers []answer, err error) {
 	ctx, cancel := context.WithTimeout(ctx, r.length/3)
 	defer cancel()
 
+	used := r.connection != nil
+
+	answers, err = r.attempt(ctx, runs)
+	if used && database.Retryable(err) {
+		return r.attempt(ctx, runs)
+	}
+
+	return answers, err
+}
+
+func (r *renewer) attempt(ctx context.Context, runs []run.Run) (answers []answer, err error) {
 	if r.connection == nil {
 		if r.connection, err = r.connect(ctx); err != nil {
 			r.connection = nil

@@ -38,6 +38,10 @@
 // full_page_writes are off. [WithSetting] changes any setting of a server of one's own, and
 // [WithDurability] switches those three on.
 //
+// For bad days a server of one's own is started again when it ends ([WithRestarts]), has a disk that
+// fills up ([WithDisk]) and an environment, such as another clock's ([WithEnvironment]); [StartProxy]
+// is a network that loses things.
+//
 // # Nothing stays behind
 //
 // A server that this package starts listens on a free loopback port, asks for a random password,

@@ -19,6 +19,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -159,6 +160,45 @@ func TestAnEmbeddedServerIsQuickAndHasTheSettingsAskedFor(t *testing.T) {
 		"listen_addresses": "127.0.0.1", "unix_socket_directories": "",
 	} {
 		require.Equal(t, value, show(t, server, name), name)
+	}
+}
+
+func TestAServerIsStartedAgainHoweverItsBinariesCameHere(t *testing.T) {
+	t.Parallel()
+
+	embedded := func(t *testing.T) *Server {
+		t.Helper()
+
+		server, err := Start(t.Context(), WithRestarts(),
+			withRepository(setupRepository(t).address, t.TempDir()), withEnvironment(map[string]string{sourceVariable: "embedded"}))
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, server.Stop()) })
+
+		return server
+	}
+	for source, start := range map[Source]func(t *testing.T) *Server{
+		SourceLocal:    func(t *testing.T) *Server { t.Helper(); return setupServer(t, WithRestarts()) },
+		SourceEmbedded: embedded,
+	} {
+		t.Run(string(source), func(t *testing.T) {
+			t.Parallel()
+
+			server := start(t)
+			require.Equal(t, source, server.Source())
+			started := func() (at time.Time, err error) {
+				err = server.admin.QueryRowContext(t.Context(), "SELECT pg_postmaster_start_time()").Scan(&at)
+
+				return at, err
+			}
+			first, err := started()
+			require.NoError(t, err)
+			require.NoError(t, server.Signal(syscall.SIGINT))
+			require.Eventually(t, func() bool {
+				again, err := started()
+
+				return err == nil && again.After(first)
+			}, time.Minute, 10*time.Millisecond)
+		})
 	}
 }
 

@@ -48,7 +48,7 @@ func launchEmbedded(ctx context.Context, request *order) (launched, error) {
 		return launched{}, errors.Join(fmt.Errorf("downloaded binaries: %w", err), server.release())
 	}
 
-	return launched{reply{DSN: server.dsn(), Folder: server.folder, ProcessID: server.process.Process.Pid}, server.release}, nil
+	return server.launched(request.Restarts), nil
 }
 
 // unpackBinaries returns the directory of the binaries, which is in folder. It changes this process's

@@ -57,6 +57,8 @@ type localServer struct {
 	account    *account
 	password   string
 	settings   []setting
+	variables  []setting // of the server's environment
+	mounted    bool
 	choosePort func(context.Context) (string, error)
 
 	port string
@@ -77,12 +79,17 @@ func launchLocal(ctx context.Context, request *order) (launched, error) {
 		return launched{}, errors.Join(fmt.Errorf("binaries in %s: %w", request.Directory, err), server.release())
 	}
 
-	started := launched{reply{DSN: server.dsn(), Folder: server.folder, ProcessID: server.process.Process.Pid}, server.release}
-	if request.Restarts {
-		go server.revive() //nolint:gosec // its servers outlive ctx, which bounds the first start only
+	return server.launched(request.Restarts), nil
+}
+
+// launched is the server once it runs. With restarts it is started again whenever it ends.
+func (s *localServer) launched(restarts bool) launched {
+	started := launched{reply{DSN: s.dsn(), Folder: s.folder, ProcessID: s.process.Process.Pid}, s.release}
+	if restarts {
+		go s.revive()
 	}
 
-	return started, nil
+	return started
 }
 
 func newLocalServer(request *order) (*localServer, error) {
@@ -95,14 +102,32 @@ func newLocalServer(request *order) (*localServer, error) {
 		return nil, err
 	}
 
-	return &localServer{
+	server := &localServer{
 		binaries:   request.Directory,
 		folder:     folder,
 		account:    account,
 		password:   rand.Text(),
 		settings:   request.Settings,
+		variables:  request.Environment,
 		choosePort: freePort,
-	}, nil
+	}
+	if request.DiskSize > 0 {
+		if err := server.mount(request.DiskSize); err != nil {
+			return nil, errors.Join(err, server.release())
+		}
+	}
+
+	return server, nil
+}
+
+// mount puts a disk of the server's own where its folder is.
+func (s *localServer) mount(size int64) error {
+	if err := mountDisk(s.folder, size); err != nil {
+		return err
+	}
+	s.mounted = true
+
+	return s.account.own(s.folder)
 }
 
 func (s *localServer) start(ctx context.Context) error {
@@ -162,6 +187,9 @@ func (s *localServer) run(ctx context.Context, port string) error {
 	// Not bound to ctx: release ends it.
 	command := s.command(context.WithoutCancel(ctx), serverProgram, append([]string{"-D", s.data()}, arguments(settings)...)...)
 	command.Stdout, command.Stderr = log, log
+	for _, each := range s.variables {
+		command.Env = append(command.Env, each.Name+"="+each.Value)
+	}
 	exited, err := s.launch(command)
 	if err != nil {
 		return err
@@ -260,6 +288,11 @@ func (s *localServer) release() error {
 		case <-time.After(shutdownTimeout):
 			_ = process.Process.Kill()
 			<-exited
+		}
+	}
+	if s.mounted {
+		if err := unmountDisk(s.folder); err != nil {
+			return err
 		}
 	}
 	var err error

@@ -15,6 +15,9 @@ type config struct {
 	settings []setting
 	restarts bool
 
+	environment []setting
+	diskSize    int64
+
 	repository string // of the embedded source; empty: Maven Central
 	cache      string // of the embedded source; empty: in the user's cache directory
 }
@@ -33,6 +36,23 @@ func WithSetting(name, value string) Option {
 // would. It is for a server that runs from binaries on this machine, see [Server.Signal].
 func WithRestarts() Option {
 	return func(c *config) { c.restarts = true }
+}
+
+// WithEnvironment sets an environment variable of the server, and of nothing else. It is for a server
+// that runs from binaries on this machine: for another one Start fails with [ErrElsewhere].
+func WithEnvironment(name, value string) Option {
+	return func(c *config) { c.environment = withSetting(c.environment, setting{name, value}) }
+}
+
+// WithDisk gives the server a disk of its own, of so many bytes, in memory: with all its data, so that a
+// test can fill it up, see [Server.Disk]. Nobody else sees it, and it goes away with the server's last
+// process, however that ends.
+//
+// Only Linux has it, and it needs the right to mount, which root often lacks in a container: without,
+// Start fails with [ErrNoDisk]. So does it with [ErrElsewhere] for a server that does not run from
+// binaries on this machine.
+func WithDisk(size int64) Option {
+	return func(c *config) { c.diskSize = size }
 }
 
 // WithDurability switches on fsync, synchronous_commit and full_page_writes, as in production. Use it

@@ -26,7 +26,7 @@ type supervisor struct {
 
 // engage starts a supervisor, hands it the order and waits for its answer.
 func engage(ctx context.Context, request order) (*supervisor, reply, error) {
-	engaged, err := startSupervisor()
+	engaged, err := startSupervisor(request.DiskSize > 0)
 	if err != nil {
 		return nil, reply{}, fmt.Errorf("start this program again as the supervisor: %w", err)
 	}
@@ -41,7 +41,8 @@ func engage(ctx context.Context, request order) (*supervisor, reply, error) {
 	return engaged, ready, nil
 }
 
-func startSupervisor() (*supervisor, error) {
+// startSupervisor starts it, with mounts of its own where it is to mount a disk.
+func startSupervisor(mounts bool) (*supervisor, error) {
 	executable, err := os.Executable()
 	if err != nil {
 		return nil, fmt.Errorf("find this program: %w", err)
@@ -61,7 +62,16 @@ func startSupervisor() (*supervisor, error) {
 	command.Env = append(os.Environ(), supervisorVariable+"=1")
 	command.Stdin, command.Stdout = input, output
 	command.SysProcAttr = supervisorAttributes()
+	if mounts {
+		if err := mountApart(command.SysProcAttr); err != nil {
+			return nil, errors.Join(err, input.Close(), control.Close(), answers.Close(), output.Close())
+		}
+	}
 	if err := command.Start(); err != nil {
+		if mounts && errors.Is(err, os.ErrPermission) {
+			err = fmt.Errorf("%w: %w", ErrNoDisk, err)
+		}
+
 		return nil, errors.Join(err, input.Close(), control.Close(), answers.Close(), output.Close())
 	}
 	_, _ = input.Close(), output.Close() // the child's ends
@@ -118,9 +128,12 @@ type failure string
 func (f failure) Error() string { return string(f) }
 
 func (r reply) err() error {
-	if r.Failure == "" {
+	switch {
+	case r.Failure == "":
 		return nil
+	case r.NoDisk:
+		return fmt.Errorf("%w (%w)", failure(r.Failure), ErrNoDisk)
+	default:
+		return failure(r.Failure)
 	}
-
-	return failure(r.Failure)
 }

@@ -35,6 +35,7 @@ var errSettingDiffers = errors.New("the server of " + dsnVariable + " is not our
 type Server struct {
 	source     Source
 	details    reply
+	diskSize   int64
 	supervisor *supervisor
 	admin      *sql.DB
 	prefix     string
@@ -76,10 +77,17 @@ func Start(ctx context.Context, options ...Option) (*Server, error) {
 }
 
 func startSource(ctx context.Context, source Source, settled *config) (*Server, error) {
-	server := &Server{source: source, prefix: databasePrefix()}
-	request := order{Source: source, Settings: defaultSettings(), Restarts: settled.restarts}
+	server := &Server{source: source, prefix: databasePrefix(), diskSize: settled.diskSize}
+	request := order{
+		Source: source, Settings: defaultSettings(), Restarts: settled.restarts,
+		Environment: settled.environment, DiskSize: settled.diskSize,
+	}
 	for _, each := range settled.settings {
 		request.Settings = withSetting(request.Settings, each)
+	}
+
+	if (source == SourceDSN || source == SourceDocker) && (len(request.Environment) > 0 || request.DiskSize > 0) {
+		return nil, ErrElsewhere
 	}
 
 	switch source {
@@ -119,12 +127,12 @@ func startSource(ctx context.Context, source Source, settled *config) (*Server, 
 }
 
 // Signal sends a signal to the server's first process: SIGINT is a fast shutdown, SIGQUIT an immediate
-// one, SIGKILL a crash. The error is [ErrNoProcess] for a server that is not this machine's.
+// one, SIGKILL a crash. The error is [ErrElsewhere] for a server that is not this machine's.
 func (s *Server) Signal(signal os.Signal) error {
 	if s.details.Folder == "" {
-		return ErrNoProcess
+		return ErrElsewhere
 	}
-	content, err := os.ReadFile(filepath.Join(s.details.Folder, "data", "postmaster.pid"))
+	content, err := os.ReadFile(filepath.Join(s.Disk(), "data", "postmaster.pid"))
 	if err != nil {
 		return fmt.Errorf("find the server's process: %w", err)
 	}
@@ -145,8 +153,24 @@ func (s *Server) Signal(signal os.Signal) error {
 	return nil
 }
 
-// ErrNoProcess is a server whose process cannot be signalled.
-var ErrNoProcess = errors.New("the server runs elsewhere")
+// Disk is the folder with everything of the server's, for this process: what else is put there takes
+// room on the disk of [WithDisk]. It is empty for a server that is not this machine's.
+func (s *Server) Disk() string {
+	if s.diskSize == 0 {
+		return s.details.Folder
+	}
+
+	return seenBy(s.supervisor.command.Process, s.details.Folder)
+}
+
+var (
+	// ErrElsewhere is a server that does not run from binaries on this machine, so that its process
+	// cannot be signalled, nor be given an environment or a disk.
+	ErrElsewhere = errors.New("the server runs elsewhere")
+
+	// ErrNoDisk is a machine, or a user, that can mount no disk for the server.
+	ErrNoDisk = errors.New("no disk can be mounted here")
+)
 
 // Source says where the server came from.
 func (s *Server) Source() Source { return s.source }

@@ -26,6 +26,9 @@ type order struct {
 	Settings  []setting `json:"settings,omitempty"`  // local, docker, embedded
 	Restarts  bool      `json:"restarts,omitempty"`  // local, embedded: start the server again when it ends
 
+	Environment []setting `json:"environment,omitempty"` // local, embedded: of the server
+	DiskSize    int64     `json:"disk_size,omitempty"`   // local, embedded: of a disk of the server's own; 0: it has none
+
 	Repository string `json:"repository,omitempty"` // embedded: where to download from; empty: Maven Central
 	Cache      string `json:"cache,omitempty"`      // embedded: where to keep the download; empty: nowhere
 }
@@ -38,6 +41,7 @@ type reply struct {
 	ProcessID int    `json:"pid,omitempty"`       // local, embedded: the server's
 	Container string `json:"container,omitempty"` // docker: removed at the end
 	Failure   string `json:"failure,omitempty"`
+	NoDisk    bool   `json:"no_disk,omitempty"` // the failure is ErrNoDisk
 }
 
 // launched is a running server in the hands of its supervisor.
@@ -86,7 +90,7 @@ func supervise(control io.Reader, answers io.Writer) error {
 
 	server, err := launch(ctx, &request)
 	if err != nil {
-		return errors.Join(err, answer.Encode(reply{Failure: err.Error()}))
+		return errors.Join(err, answer.Encode(reply{Failure: err.Error(), NoDisk: errors.Is(err, ErrNoDisk)}))
 	}
 	// Without a reader the owner has gone already.
 	if err = answer.Encode(server.reply); err == nil {
