@@ -54,7 +54,8 @@
 //     not limited, and the agent stays in its groups.
 //   - Renew needs the run and a lease that is not over. End and Checkpoint need the run
 //     and a lease, over or not. Record needs nothing, and lowers what the run reserves.
-//   - End leaves the run on the idle row, so that it can be called again.
+//   - End leaves the run on the idle row, so that it can be called again. A Save as idle
+//     takes a run that it gives up off the row.
 //
 // # What it leaves out
 //

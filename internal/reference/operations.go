@@ -123,6 +123,10 @@ func (o Idle) apply(state State) (State, Result) {
 		return state, Result{Outcome: AgentRunning}
 	}
 
+	if agent.Running {
+		agent.Run = ""
+	}
+
 	agent.Running, agent.Lease, agent.Reserved = false, Moment{}, 0
 	agent.Updated = state.now
 
