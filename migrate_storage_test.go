@@ -49,3 +49,50 @@ func TestMigrateSetsTheStorageParametersThatATableHasNot(t *testing.T) {
 		})
 	}
 }
+
+func TestMigrateCompressesUsageByTheFasterMethod(t *testing.T) {
+	t.Parallel()
+
+	for _, test := range []struct {
+		name string
+
+		// before alters the table that is there already. Nothing: there is none.
+		before string
+		after  string
+	}{
+		{"no table", "", "l"},
+		{"a table of an older version", "SET COMPRESSION default", "l"},
+		{"what an administrator has set", "SET COMPRESSION pglz", "p"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+
+			db, statements := setup(t)
+
+			var available bool
+
+			require.NoError(t, db.Raw("SELECT 'lz4' = ANY (enumvals) FROM pg_settings WHERE name = 'default_toast_compression'").Scan(&available).Error)
+
+			if test.before != "" {
+				require.NoError(t, legion.Migrate(db))
+				require.NoError(t, db.Exec("ALTER TABLE legion_agents ALTER COLUMN usage "+test.before).Error)
+			}
+
+			require.NoError(t, legion.Migrate(db))
+
+			var method string
+
+			require.NoError(t, db.Raw("SELECT attcompression FROM pg_attribute WHERE attrelid = 'legion_agents'::regclass AND attname = 'usage'").Scan(&method).Error)
+
+			if !available && test.after == "l" {
+				test.after = "" // the server was built without it
+			}
+
+			require.Equal(t, test.after, method)
+
+			statements.take()
+			require.NoError(t, legion.Migrate(db))
+			require.Len(t, statements.take(), 1, "nothing is left to do")
+		})
+	}
+}

@@ -23,6 +23,11 @@ type found struct {
 	// options are the storage parameters that are set.
 	options map[string]bool
 
+	// compressed are the columns whose method of compression is set; compresses says that
+	// the server was built with the one that is wanted.
+	compressed map[string]bool
+	compresses bool
+
 	// schema and name are where the table is or would be made.
 	schema, name string
 
@@ -77,6 +82,13 @@ UNION ALL
 SELECT number, 'option', split_part(option, '=', 1), '', false, false
 FROM tables JOIN pg_catalog.pg_class AS class USING (oid) CROSS JOIN LATERAL unnest(class.reloptions) AS option
 UNION ALL
+SELECT number, 'compressed', attribute.attname::text, '', false, false
+FROM tables JOIN pg_catalog.pg_attribute AS attribute ON attribute.attrelid = tables.oid
+WHERE attribute.attnum > 0 AND NOT attribute.attisdropped AND attribute.attcompression <> ''
+UNION ALL
+SELECT 0, 'compresses', '', '', '` + compression + `' = ANY (enumvals), false
+FROM pg_catalog.pg_settings WHERE name = 'default_toast_compression'
+UNION ALL
 SELECT number, 'place', nspname::text, places.name, false, false
 FROM places JOIN pg_catalog.pg_namespace ON pg_namespace.oid = places.namespace
 WHERE number < 2
@@ -90,7 +102,7 @@ func read(tx *gorm.DB, tables []*Table) ([]found, error) {
 	for i := range state {
 		state[i] = found{
 			columns: map[string]column{}, constraints: map[string]bool{}, indexes: map[string]bool{},
-			triggers: map[string]bool{}, options: map[string]bool{}, functions: map[string]string{},
+			triggers: map[string]bool{}, options: map[string]bool{}, compressed: map[string]bool{}, functions: map[string]string{},
 		}
 	}
 
@@ -132,6 +144,10 @@ func read(tx *gorm.DB, tables []*Table) ([]found, error) {
 			state[number].schema, state[number].name = name, dataType
 		case "option":
 			state[number].options[name] = true
+		case "compressed":
+			state[number].compressed[name] = true
+		case "compresses":
+			state[number].compresses = first
 		}
 
 		return nil

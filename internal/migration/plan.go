@@ -50,13 +50,11 @@ func compare(tx *gorm.DB, tables []*Table, options Options) (*plan, error) {
 			}
 
 			result.together = append(result.together, statements...)
-
-			continue
-		}
-
-		if err := result.upgrade(table, &state[i], options.Concurrently); err != nil {
+		} else if err := result.upgrade(table, &state[i], options.Concurrently); err != nil {
 			return nil, err
 		}
+
+		result.upgradeCompression(table, &state[i])
 	}
 
 	if options.Notify {

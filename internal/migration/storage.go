@@ -51,3 +51,20 @@ func (p *plan) upgradeStorage(table *Table, state *found) {
 		p.together = append(p.together, statement)
 	}
 }
+
+// compression is the method for the usage of conversations, which an append decompresses
+// and compresses again, and a verdict on tokens decompresses. Of 300 entries with UUIDs it
+// makes as little as PostgreSQL's own method, and an append takes half of the time. Not
+// every server is built with it, so DDL leaves it out.
+const compression = "lz4"
+
+// upgradeCompression sets it where no method is set. What is stored already stays as it is.
+func (p *plan) upgradeCompression(table *Table, state *found) {
+	usage := table.legion["usage"]
+	if usage == nil || !state.compresses || state.compressed[usage.DBName] {
+		return
+	}
+
+	p.together = append(p.together,
+		"ALTER TABLE "+table.quoted+" ALTER COLUMN "+table.statement.Quote(usage.DBName)+" SET COMPRESSION "+compression)
+}
