@@ -57,10 +57,13 @@ func IsAfter(at, milliseconds string) string {
 // the usage would be decompressed for each of them, and each key looked up twice. That
 // took four times as long, of 1,000 conversations of 300 entries. An empty path is the
 // document itself, decompressed.
+//
+// The element has its table's name in front everywhere: a bare one would be a column of the
+// application's by that name, if the agents' table has one.
 func Entries(usage string) string {
 	return fmt.Sprintf(`CROSS JOIN LATERAL (SELECT %s #> '{}' AS document OFFSET 0) AS unpacked
     CROSS JOIN LATERAL (
-      SELECT element -> 'at' AS at, element -> 'total_tokens' AS total_tokens, element -> 'evals' AS evals
-      FROM jsonb_array_elements(CASE jsonb_typeof(unpacked.document) WHEN 'array' THEN unpacked.document ELSE '[]' END) AS element
+      SELECT element.value -> 'at' AS at, element.value -> 'total_tokens' AS total_tokens, element.value -> 'evals' AS evals
+      FROM jsonb_array_elements(CASE jsonb_typeof(unpacked.document) WHEN 'array' THEN unpacked.document ELSE '[]' END) AS element (value)
       OFFSET 0) AS entry`, usage)
 }

@@ -15,8 +15,8 @@ SELECT clock.now,
   (SELECT json_build_array(0, least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry.evals) WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.evals)::numeric)) ELSE 0 END), 0)))::bigint)::text
     FROM "legion_agents" AS agent CROSS JOIN LATERAL (SELECT agent.usage #> '{}' AS document OFFSET 0) AS unpacked
     CROSS JOIN LATERAL (
-      SELECT element -> 'at' AS at, element -> 'total_tokens' AS total_tokens, element -> 'evals' AS evals
-      FROM jsonb_array_elements(CASE jsonb_typeof(unpacked.document) WHEN 'array' THEN unpacked.document ELSE '[]' END) AS element
+      SELECT element.value -> 'at' AS at, element.value -> 'total_tokens' AS total_tokens, element.value -> 'evals' AS evals
+      FROM jsonb_array_elements(CASE jsonb_typeof(unpacked.document) WHEN 'array' THEN unpacked.document ELSE '[]' END) AS element (value)
       OFFSET 0) AS entry
     WHERE ("agent"."metadata" @> $2::jsonb OR agent.agent_id = $3) AND agent.updated_at > now() - (3900000000 * interval '1 microsecond')
       AND CASE jsonb_typeof(entry.at) WHEN 'number' THEN (entry.at)::numeric > (SELECT extract(epoch FROM now - (3600000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END)
@@ -33,11 +33,12 @@ SELECT forecast.rule, (extract(epoch FROM clock.now) * 1000000)::bigint, forecas
 FROM clock CROSS JOIN (
 SELECT $1::int AS rule, $2::int AS quota, forecast.* FROM (SELECT least(9223372036854775807, ceil(coalesce(sum(amount), 0)))::bigint AS used, (max(least(9223372036854775807, expires)) FILTER (WHERE amount > 0))::bigint AS resets_at, (max(least(9223372036854775807, expires)) FILTER (WHERE held >= $3::numeric))::bigint AS blocked_to
   FROM (
-    SELECT amount, expires, ceil(sum(CASE WHEN own THEN 0 ELSE amount END) OVER (ORDER BY expires DESC)) AS held FROM (SELECT CASE jsonb_typeof(entry.evals) WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.evals)::numeric)) ELSE 0 END AS amount, entry.at::numeric * 1000 + $4::bigint AS expires, false AS own
+    SELECT amount, expires, ceil(sum(CASE WHEN own THEN 0 ELSE amount END) OVER (ORDER BY expires DESC)) AS held FROM (SELECT CASE jsonb_typeof(entry.evals) WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.evals)::numeric)) ELSE 0 END AS amount,
+    least(9223372036854775807, entry.at::numeric) * 1000 + $4::bigint AS expires, false AS own
   FROM "legion_agents" AS agent CROSS JOIN LATERAL (SELECT agent.usage #> '{}' AS document OFFSET 0) AS unpacked
     CROSS JOIN LATERAL (
-      SELECT element -> 'at' AS at, element -> 'total_tokens' AS total_tokens, element -> 'evals' AS evals
-      FROM jsonb_array_elements(CASE jsonb_typeof(unpacked.document) WHEN 'array' THEN unpacked.document ELSE '[]' END) AS element
+      SELECT element.value -> 'at' AS at, element.value -> 'total_tokens' AS total_tokens, element.value -> 'evals' AS evals
+      FROM jsonb_array_elements(CASE jsonb_typeof(unpacked.document) WHEN 'array' THEN unpacked.document ELSE '[]' END) AS element (value)
       OFFSET 0) AS entry
     WHERE ("agent"."metadata" @> $5::jsonb OR agent.agent_id = $6) AND agent.updated_at > now() - (3900000000 * interval '1 microsecond')
       AND CASE jsonb_typeof(entry.at) WHEN 'number' THEN (entry.at)::numeric > (SELECT extract(epoch FROM now - (3600000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END) AS item

@@ -32,7 +32,7 @@ FROM clock CROSS JOIN (
 SELECT $1::int AS rule, $2::int AS quota, forecast.* FROM (SELECT 0 AS used, NULL::bigint AS resets_at, (
     WITH started AS MATERIALIZED (SELECT agent.started_at FROM "legion_agents" AS agent
   WHERE ("agent"."metadata" @> $3::jsonb OR agent.agent_id = $4) AND agent.started_at > (SELECT now - (3600000000 * interval '1 microsecond') FROM clock) AND agent.started_at > now() - (3600000000 * interval '1 microsecond') ORDER BY agent.started_at DESC)
-    SELECT (extract(epoch FROM started_at + (3600000000 * interval '1 microsecond')) * 1000000)::bigint FROM started OFFSET greatest(0, ($5::numeric + (SELECT count(started_at) FROM "legion_agents" WHERE agent_id = $6)) - 1)::bigint LIMIT 1
+    SELECT least(9223372036854775807, extract(epoch FROM started_at + (3600000000 * interval '1 microsecond')) * 1000000)::bigint FROM started OFFSET greatest(0, ($5::numeric + (SELECT count(started_at) FROM "legion_agents" WHERE agent_id = $6)) - 1)::bigint LIMIT 1
   ) AS blocked_to) AS forecast
 ) AS forecast
 ORDER BY forecast.quota;

@@ -22,8 +22,8 @@ SELECT clock.now,
   (SELECT json_build_array(least(9223372036854775807, ceil(coalesce(sum(CASE jsonb_typeof(entry.total_tokens) WHEN 'number' THEN least(9223372036854775807, greatest(0, (entry.total_tokens)::numeric)) ELSE 0 END), 0)))::bigint, 0)::text
     FROM "legion_agents" AS agent CROSS JOIN LATERAL (SELECT agent.usage #> '{}' AS document OFFSET 0) AS unpacked
     CROSS JOIN LATERAL (
-      SELECT element -> 'at' AS at, element -> 'total_tokens' AS total_tokens, element -> 'evals' AS evals
-      FROM jsonb_array_elements(CASE jsonb_typeof(unpacked.document) WHEN 'array' THEN unpacked.document ELSE '[]' END) AS element
+      SELECT element.value -> 'at' AS at, element.value -> 'total_tokens' AS total_tokens, element.value -> 'evals' AS evals
+      FROM jsonb_array_elements(CASE jsonb_typeof(unpacked.document) WHEN 'array' THEN unpacked.document ELSE '[]' END) AS element (value)
       OFFSET 0) AS entry
     WHERE ("agent"."metadata" @> $4::jsonb OR agent.agent_id = $5) AND agent.updated_at > now() - (360000000 * interval '1 microsecond')
       AND CASE jsonb_typeof(entry.at) WHEN 'number' THEN (entry.at)::numeric > (SELECT extract(epoch FROM now - (60000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END)
