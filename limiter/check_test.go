@@ -183,6 +183,23 @@ func TestRetryAfterIsTheShortestWaitThatPasses(t *testing.T) {
 	}
 }
 
+// PostgreSQL has such a time, and evaluates it also where an OFFSET skips it.
+func TestAStartThatNeverLeavesTheWindowLeavesTheOthersWaitsAlone(t *testing.T) {
+	t.Parallel()
+
+	db := setup(t)
+	insert(t, db, spent(t, "a", 50*time.Minute, 0, 0), spent(t, "b", 20*time.Minute, 0, 0), spent(t, "never", 0, 0, 0))
+	require.NoError(t, db.Exec("UPDATE legion_agents SET started_at = 'infinity' WHERE agent_id = 'never'").Error)
+
+	for limit, expect := range map[int64]time.Duration{2: 40 * time.Minute, 3: 10 * time.Minute} {
+		exceeded := requireDenied(t, limiter.Enforce(db, "new", maxAgents(tenant, limit)), limiter.LimitAgents)
+		require.InDelta(t, expect, exceeded.RetryAfter, float64(20*time.Second))
+	}
+
+	exceeded := requireDenied(t, limiter.Enforce(db, "new", maxAgents(tenant, 1)), limiter.LimitAgents)
+	require.Greater(t, exceeded.RetryAfter, 200*365*24*time.Hour, "it never passes")
+}
+
 func TestRetryAfterIsZeroWhereALimitIsZero(t *testing.T) {
 	t.Parallel()
 

@@ -133,7 +133,7 @@ func (c *call) waitStatement(rule preparedRule, quota Quota, agentID string) cla
 
 	return expression(`SELECT 0 AS used, NULL::bigint AS resets_at, (
     WITH started AS MATERIALIZED (SELECT agent.started_at FROM ? ORDER BY agent.started_at DESC)
-    SELECT (extract(epoch FROM started_at + ?) * 1000000)::bigint FROM started OFFSET greatest(0, ? - 1)::bigint LIMIT 1
+    SELECT least(9223372036854775807, extract(epoch FROM started_at + ?) * 1000000)::bigint FROM started OFFSET greatest(0, ? - 1)::bigint LIMIT 1
   ) AS blocked_to`,
 		c.startsWithin(rule, agentID), interval(rule.Policy.Window), c.startsBound(quota, agentID))
 }
@@ -189,7 +189,8 @@ func (c *call) items(rule preparedRule, quota Quota, agentID string) (items, bou
 }
 
 func (c *call) usageItems(rule preparedRule, key, agentID string) clause.Expression {
-	return expression(`SELECT `+usagesql.Count("entry."+key)+` AS amount, entry.at::numeric * 1000 + ?::bigint AS expires, false AS own
+	return expression(`SELECT `+usagesql.Count("entry."+key)+` AS amount,
+    least(9223372036854775807, entry.at::numeric) * 1000 + ?::bigint AS expires, false AS own
   FROM ?`,
 		rule.Policy.Window.Microseconds(), c.usageWithin(rule, agentID))
 }

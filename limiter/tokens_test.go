@@ -211,12 +211,18 @@ func TestMalformedUsageIsReadAsFarAsItIsANumber(t *testing.T) {
 		"a negative time":               {`[{"at": -1e300, "total_tokens": 5, "evals": 5}]`, 0, 0},
 		"a time with a fraction":        {entry(`[{"at": %d.5, "total_tokens": 5, "evals": 5}]`), 5, 5},
 		"a time beyond all dates":       {`[{"at": 1e400, "total_tokens": 5, "evals": 5}]`, 5, 5},
+		"a time as large as can be":     {`[{"at": 9e131071, "total_tokens": 5, "evals": 5}]`, 5, 5},
 	} {
 		// The malformed usage alone, as the caller's own, and beside other that is sound.
 		group, elsewhere := limiter.Identity{"case": name}, limiter.Identity{"elsewhere": name}
 		insert(t, db, models.LegionAgent{AgentID: name, Metadata: document(t, group), Usage: datatypes.JSON(test.usage)})
 		require.Equal(t, limiter.Usage{Tokens: test.tokens, Evals: test.evals}, sums(t, db, "another", group), name)
 		require.Equal(t, limiter.Usage{Tokens: test.tokens, Evals: test.evals}, sums(t, db, name, elsewhere), name)
+
+		report, err := limiter.Check(db, "another", maxTokens(group, 1), maxEvals(group, 1))
+		require.NoError(t, err, name)
+		require.Equal(t, test.tokens, report.Rules[0].Usage.Tokens, name)
+		require.Equal(t, test.evals, report.Rules[1].Usage.Evals, name)
 
 		insert(t, db, models.LegionAgent{
 			AgentID: name + ", sound", Metadata: document(t, group), Usage: usage(t, models.Usage{At: ago(time.Minute), TotalTokens: 100, Evals: 10}),
