@@ -3,8 +3,10 @@ package limiter
 import (
 	"database/sql"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"strings"
 	"time"
 
@@ -159,19 +161,38 @@ func (c *call) measure(tx *gorm.DB, request *request) (measurement, error) {
 	return measured, err
 }
 
-// counts scans a JSON array of numbers.
+// counts scans a JSON array of as many numbers. One that is missing is an error, since a 0
+// would allow.
 type counts []*int64
+
+var errCounts = errors.New("legion: the database's counts are not those that were asked for")
 
 // Scan implements sql.Scanner.
 func (c counts) Scan(value any) error {
-	text, ok := value.(string)
-	if !ok {
-		return fmt.Errorf("legion: counts came as a %T", value)
+	var text []byte
+
+	switch value := value.(type) {
+	case string:
+		text = []byte(value)
+	case []byte: // of a driver that is wrapped
+		text = value
 	}
 
-	into := []*int64(c)
+	var found []*int64
 
-	return json.Unmarshal([]byte(text), &into)
+	if err := json.Unmarshal(text, &found); err != nil {
+		return fmt.Errorf("%w: %w", errCounts, err)
+	}
+
+	if len(found) != len(c) || slices.Contains(found, nil) {
+		return errCounts
+	}
+
+	for i, into := range c {
+		*into = *found[i]
+	}
+
+	return nil
 }
 
 // measureStatement yields one row: the caller's, and then of each rule what its policy
