@@ -139,7 +139,10 @@ func (p *Plugin) begin(ctx context.Context, agentID string, options TurnOptions,
 		begin.ParentID = parent.run.AgentID
 	}
 
-	turn := &Turn{plugin: p, run: run.Run{AgentID: agentID, ID: begin.ID}, rules: options.Rules, perStep: options.PerStep}
+	turn := &Turn{
+		plugin: p, run: run.Run{AgentID: agentID, ID: begin.ID}, rules: options.Rules, perStep: options.PerStep,
+		ending: make(chan struct{}, 1),
+	}
 	if options.Store != nil && !p.isOwnStore(options.Store) {
 		turn.elsewhere = options.Store
 		begin.ElsewhereStored = true

@@ -44,9 +44,10 @@ type Turn struct {
 	ctx    context.Context //nolint:containedctx // the turn's own, handed to the work
 	cancel context.CancelCauseFunc
 
-	// ending makes calls of End follow each other. finished says that one has come to a
-	// result, and with which.
-	ending      sync.Mutex
+	// ending makes calls of End follow each other: it has room for one. It is no mutex, since
+	// the one before may wait for a row, and those behind it have contexts that end. finished
+	// says that one has come to a result, and with which.
+	ending      chan struct{}
 	finished    bool
 	finishError error
 
@@ -162,8 +163,16 @@ func (t *Turn) Checkpoint(ctx context.Context, state []byte) error {
 // then stays as it is; those of the database. A turn whose lease is over, but whose slot
 // nobody has taken, ends like any other.
 func (t *Turn) End(ctx context.Context) error {
-	t.ending.Lock()
-	defer t.ending.Unlock()
+	ctx, cancel := outlive(ctx, settleTime)
+	defer cancel()
+
+	select {
+	case t.ending <- struct{}{}:
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+
+	defer func() { <-t.ending }()
 
 	if t.finished {
 		return t.finishError
@@ -177,9 +186,6 @@ func (t *Turn) End(ctx context.Context) error {
 	// Who calls End works no longer: if it fails, the lease must run out.
 	t.plugin.turns.keeper.Remove(t.run)
 	t.cancel(ErrTurnEnded)
-
-	ctx, cancel := outlive(ctx, settleTime)
-	defer cancel()
 
 	err := t.end(ctx, state)
 	if err == nil || isLeaseLost(err) {

@@ -90,6 +90,44 @@ func TestShutdownReportsTurnsThatItCouldNotEnd(t *testing.T) {
 	require.NoError(t, turn.End(t.Context()))
 }
 
+func TestShutdownDoesNotWaitForEverBehindAnEndThatDoes(t *testing.T) {
+	t.Parallel()
+
+	db, plugin := useTurns(t)
+
+	turn, err := plugin.Begin(t.Context(), "one", under(runningRule(1)))
+	require.NoError(t, err)
+
+	locker := db.Begin()
+	t.Cleanup(func() { locker.Rollback() })
+	require.NoError(t, locker.Exec("SELECT FROM legion_agents FOR UPDATE").Error)
+
+	ended := make(chan error, 1)
+
+	go func() { ended <- turn.End(t.Context()) }()
+
+	requireWaiting(t, db)
+
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+
+	shut := make(chan error, 1)
+
+	go func() { shut <- plugin.Shutdown(ctx) }()
+
+	select {
+	case err := <-shut:
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+	case <-time.After(longest / 2):
+		require.Fail(t, "Shutdown still waits", "its context ended long ago")
+	}
+
+	require.Empty(t, ended, "the End that came first still waits")
+	require.NoError(t, locker.Rollback().Error)
+	require.NoError(t, <-ended)
+	requireIdle(t, db, "one")
+}
+
 func TestShutdownDoesNotWaitForATurnWhoseEndHasFailed(t *testing.T) {
 	t.Parallel()
 
