@@ -41,7 +41,9 @@ func TestJSONContainsSQL(t *testing.T) {
 			parameters: []any{`{"tenant":"acme"}`},
 		},
 		"JSON text as bytes": {
-			query:      func(db *gorm.DB) *gorm.DB { return db.Where(models.JSONContains("metadata", []byte(`{"tenant": "acme"}`))) },
+			query: func(db *gorm.DB) *gorm.DB {
+				return db.Where(models.JSONContains("metadata", []byte(`{"tenant": "acme"}`)))
+			},
 			where:      `"metadata" @> $1::jsonb`,
 			parameters: []any{`{"tenant": "acme"}`},
 		},
