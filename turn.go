@@ -157,7 +157,8 @@ func (t *Turn) Checkpoint(ctx context.Context, state []byte) error {
 // Defer it. Calling it again does nothing, or tries again what has failed.
 //
 // It goes on for some seconds when ctx has ended, so that a cancelled turn gives its slot
-// back. Where that fails, the slot is free when the lease is over.
+// back. Where that fails, the slot is free when the lease is over. So long it also waits for
+// an End that was called before it.
 //
 // Errors: [ErrLeaseLost] when the turn has lost its slot or its agent to another, whose row
 // then stays as it is; those of the database. A turn whose lease is over, but whose slot
