@@ -220,9 +220,9 @@ func groupPages(ctx context.Context, session *session, number int) (float64, err
 
 	var explained []struct {
 		Plan struct {
-			Hit  float64 `json:"Shared Hit Blocks"`
-			Read float64 `json:"Shared Read Blocks"`
-		} `json:"Plan"`
+			Hit  float64 `json:"Shared Hit Blocks"`  //nolint:tagliatelle // PostgreSQL's name
+			Read float64 `json:"Shared Read Blocks"` //nolint:tagliatelle // PostgreSQL's name
+		} `json:"Plan"` //nolint:tagliatelle // PostgreSQL's name
 	}
 
 	if err := json.Unmarshal([]byte(text), &explained); err != nil {
