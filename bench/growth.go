@@ -67,30 +67,30 @@ func busyTenant(*session, int, int) []limiter.Rule {
 	}}
 }
 
-// historySteps let the table grow. The agents of any of its beginnings started evenly over
-// the year, and those that each step adds were inserted in the order in which they started.
+// historySteps have larger and larger tables, of agents that started evenly over the year
+// and were inserted in that order, as they would have been.
 func historySteps(sizes []int) []step {
 	steps := make([]step, 0, 2*len(sizes))
-	before := 0
 
 	for _, size := range sizes {
-		first := before + 1
-		before = size
-
 		steps = append(steps,
 			step{
 				label: fmt.Sprintf("24 h window, history of %s agents", thousands(size)), axis: axisHistory, at: size,
 				isLargest: size == sizes[len(sizes)-1],
 				prepare: func(ctx context.Context, scene *scene) error {
+					if err := scene.execute(ctx, "TRUNCATE legion_agents"); err != nil {
+						return err
+					}
+
 					if err := scene.execute(ctx, `
 INSERT INTO legion_agents (agent_id, metadata, usage, started_at, created_at, updated_at)
 SELECT 'history ' || n,
   jsonb_build_object('tenant', CASE n % 10 WHEN 0 THEN 'large' ELSE 'tenant ' || n % ?::int END, 'email', 'email ' || n),
   jsonb_build_array(jsonb_build_object('id', 'request', 'at', (extract(epoch FROM moment) * 1000)::bigint, 'total_tokens', 1234)),
   moment, moment, moment
-FROM generate_series(?::int, ?::int) AS n
+FROM generate_series(1, ?::int) AS n
 CROSS JOIN LATERAL (SELECT now() - (?::int - n) / ?::float8 * interval '365 days' AS moment) AS clock`,
-						scene.scale.identities, first, size, size, size-first+1); err != nil {
+						scene.scale.identities, size, size, size); err != nil {
 						return err
 					}
 
