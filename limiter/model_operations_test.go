@@ -195,6 +195,7 @@ func modelGenerate() *rapid.Generator[modelOperation] {
 		func(t *rapid.T) modelOperation { return modelRelease{modelDrawAgent(t)} },
 		func(t *rapid.T) modelOperation { return modelIdle{modelDrawAgent(t)} },
 		func(t *rapid.T) modelOperation { return modelDelete{modelDrawAgent(t)} },
+		func(t *rapid.T) modelOperation { return modelBurst{modelDrawAgent(t)} },
 		func(t *rapid.T) modelOperation { return modelPrune{modelDrawGrains(t, "ago", 0, 16)} },
 	}
 

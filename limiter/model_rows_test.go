@@ -151,7 +151,7 @@ func (r modelRows) agents(t *rapid.T, now time.Duration) []reference.Agent {
 
 		for _, entry := range row.Usage {
 			at := now - modelAge(t, r.Now.Sub(entry.At))
-			agent.Usage = append(agent.Usage, reference.Entry{ID: entry.ID, At: at, Tokens: entry.TotalTokens, Evals: entry.Evals})
+			agent.Usage = modelUnfold(agent.Usage, reference.Entry{ID: entry.ID, At: at, Tokens: entry.TotalTokens, Evals: entry.Evals})
 		}
 
 		agents[i] = agent

@@ -220,7 +220,7 @@ var modelEvents = append(modelTurnEvents,
 	"admitted", "denied", "invalid", "own transaction", "in a transaction", "rolled back",
 	"agents denied", "running agents denied", "tokens denied", "evals denied",
 	"several limits of a rule denied", "a later rule denied", "moved", "restored", "revoked", "taken over", "left to its turn",
-	"reservation counted", "sum saturated", "nothing to write",
+	"reservation counted", "sum saturated", "nothing to write", "folded",
 )
 
 // note counts what the call was an example of.

@@ -59,6 +59,7 @@
 //
 // # What it leaves out
 //
-// Time passes only by [Advance]. Folding of usage, the registry of identities,
-// malformed rows and the size limits of identities are for other tests.
+// Time passes only by [Advance]. Folding changes no sum here: how it rounds times, the
+// registry of identities, malformed rows and the size limits of identities are for other
+// tests.
 package reference
