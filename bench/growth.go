@@ -118,7 +118,7 @@ func conversationSteps(sizes []int) []step {
 				if err := scene.execute(ctx, `
 INSERT INTO legion_agents (agent_id, metadata, started_at, usage)
 SELECT 'conversation ' || n, jsonb_build_object('tenant', 'busy', 'email', 'email ' || n), now(), (
-  SELECT jsonb_agg(jsonb_build_object('id', 'request ' || m, 'at', (extract(epoch FROM now()) * 1000)::bigint - m,
+  SELECT jsonb_agg(jsonb_build_object('id', 'request ' || n || '/' || m, 'at', (extract(epoch FROM now()) * 1000)::bigint - m,
     'total_tokens', 1234, 'input_tokens', 1000, 'output_tokens', 234, 'evals', 1))
   FROM generate_series(1, ?::int) AS m)
 FROM generate_series(?::int, ?::int) AS n`, scene.scale.entries, first, size); err != nil {

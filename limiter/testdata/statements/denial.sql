@@ -19,7 +19,7 @@ SELECT clock.now,
       FROM jsonb_array_elements(CASE jsonb_typeof(unpacked.document) WHEN 'array' THEN unpacked.document ELSE '[]' END) AS element (value)
       OFFSET 0) AS entry
     WHERE ("agent"."metadata" @> $2::jsonb OR agent.agent_id = $3) AND agent.updated_at > now() - (3900000000 * interval '1 microsecond')
-      AND CASE jsonb_typeof(entry.at) WHEN 'number' THEN (entry.at)::numeric > (SELECT extract(epoch FROM now - (3600000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END)
+      AND CASE jsonb_typeof(entry.at) WHEN 'number' THEN (entry.at)::numeric > (SELECT extract(epoch FROM now - (3600000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE random() < 0 END)
 FROM clock LEFT JOIN "legion_agents" AS own ON own.agent_id = $4;
 -- $1 = '{"tenant":"acme"}'
 -- $2 = '{"tenant":"acme"}'
@@ -41,7 +41,7 @@ SELECT $1::int AS rule, $2::int AS quota, forecast.* FROM (SELECT least(92233720
       FROM jsonb_array_elements(CASE jsonb_typeof(unpacked.document) WHEN 'array' THEN unpacked.document ELSE '[]' END) AS element (value)
       OFFSET 0) AS entry
     WHERE ("agent"."metadata" @> $5::jsonb OR agent.agent_id = $6) AND agent.updated_at > now() - (3900000000 * interval '1 microsecond')
-      AND CASE jsonb_typeof(entry.at) WHEN 'number' THEN (entry.at)::numeric > (SELECT extract(epoch FROM now - (3600000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE false END) AS item
+      AND CASE jsonb_typeof(entry.at) WHEN 'number' THEN (entry.at)::numeric > (SELECT extract(epoch FROM now - (3600000000 * interval '1 microsecond')) * 1000 FROM clock) ELSE random() < 0 END) AS item
   ) AS held) AS forecast
 ) AS forecast
 ORDER BY forecast.quota;
