@@ -75,14 +75,9 @@ func useClock(t *testing.T, server *pgtest.Server, options ...legion.Option) (db
 	plugin = legion.New(append([]legion.Option{legion.WithLease(shortLease), legion.WithObserver(nil)}, options...)...)
 	require.NoError(t, pgtest.OpenDSN(t, proxied).Use(plugin))
 
-	t.Cleanup(func() {
-		through.Set(pgtest.ProxyPasses)
-
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), longest)
-		defer cancel()
-
-		require.NoError(t, plugin.Shutdown(ctx))
-	})
+	// In this order: the last cleanup is the first.
+	shutDownAfter(t, plugin, longest)
+	t.Cleanup(func() { through.Set(pgtest.ProxyPasses) })
 
 	return db, plugin, through
 }

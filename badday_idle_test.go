@@ -30,12 +30,7 @@ func useIdle(t *testing.T, parameter string, timeout time.Duration, options ...l
 	plugin = legion.New(append([]legion.Option{legion.WithObserver(nil)}, options...)...)
 	require.NoError(t, db.Use(plugin))
 
-	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), longest)
-		defer cancel()
-
-		require.NoError(t, plugin.Shutdown(ctx))
-	})
+	shutDownAfter(t, plugin, longest)
 
 	return direct, db, plugin
 }

@@ -77,14 +77,9 @@ func useNetwork(t *testing.T, options ...legion.Option) (lossy *network, direct 
 	plugin = legion.New(append([]legion.Option{legion.WithObserver(nil)}, options...)...)
 	require.NoError(t, pgtest.OpenDSN(t, through).Use(plugin))
 
-	t.Cleanup(func() {
-		proxy.Set(pgtest.ProxyPasses)
-
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), longest)
-		defer cancel()
-
-		require.NoError(t, plugin.Shutdown(ctx))
-	})
+	// In this order: the last cleanup is the first.
+	shutDownAfter(t, plugin, longest)
+	t.Cleanup(func() { proxy.Set(pgtest.ProxyPasses) })
 
 	return lossy, direct, plugin
 }

@@ -44,14 +44,21 @@ func usePlugin(t *testing.T, db *gorm.DB, options ...legion.Option) *legion.Plug
 	plugin := legion.New(append([]legion.Option{legion.WithMigrate(), legion.WithObserver(nil)}, options...)...)
 	require.NoError(t, db.Use(plugin))
 
+	shutDownAfter(t, plugin, time.Second)
+
+	return plugin
+}
+
+// shutDownAfter shuts the plugin down when the test has ended.
+func shutDownAfter(t *testing.T, plugin *legion.Plugin, within time.Duration) {
+	t.Helper()
+
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), time.Second)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), within)
 		defer cancel()
 
 		require.NoError(t, plugin.Shutdown(ctx))
 	})
-
-	return plugin
 }
 
 func rowOf(t *testing.T, db *gorm.DB, agentID string) models.LegionAgent {

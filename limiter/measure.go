@@ -139,24 +139,32 @@ func (c *call) measure(tx *gorm.DB, request *request) (measurement, error) {
 		&measured.own.startedAt, &measured.own.unchanged, &measured.own.live, &measured.own.runID, &measured.own.running, &measured.own.deleted,
 	}
 
+	var queries []any
+
+	ask := func(query clause.Expression, answer any) {
+		queries = append(queries, query)
+		into = append(into, answer)
+	}
+
 	for i, rule := range request.rules {
 		group := &measured.groups[i]
 		group.rule = rule
 
 		if rule.Policy.MaxAgents != nil {
-			into = append(into, &group.agents)
+			ask(c.agentsStatement(rule, request.agentID), &group.agents)
 		}
 
 		if rule.Policy.limitsSlots() {
-			into = append(into, counts{&group.running, &group.expiredRunning, &group.reserved, &group.expiredReserved})
+			ask(c.slotsStatement(rule, request.agentID),
+				counts{&group.running, &group.expiredRunning, &group.reserved, &group.expiredReserved})
 		}
 
 		if rule.Policy.limitsUsage() {
-			into = append(into, counts{&group.tokens, &group.evals})
+			ask(c.usageStatement(rule, request.agentID), counts{&group.tokens, &group.evals})
 		}
 	}
 
-	err := database.Query(tx, c.measureStatement(request), func(rows *sql.Rows) error { return rows.Scan(into...) })
+	err := database.Query(tx, c.measureStatement(request, queries), func(rows *sql.Rows) error { return rows.Scan(into...) })
 
 	return measured, err
 }
@@ -195,14 +203,14 @@ func (c counts) Scan(value any) error {
 	return nil
 }
 
-// measureStatement yields one row: the caller's, and then of each rule what its policy
-// asks for. Each is a query of its own in the target list, which PostgreSQL plans by
-// itself: the time that planning takes grows with the rules, not with their combinations.
+// measureStatement yields one row: the caller's, and then what the queries of the rules'
+// policies yield. They stand in the target list, where PostgreSQL plans each by itself:
+// the time that planning takes grows with the rules, not with their combinations.
 //
 // The clock is read once, in a materialized CTE: clock_timestamp() itself in a WHERE
 // would be evaluated for every row and keep the indexes from being used, while a
 // scalar subquery is a parameter to them.
-func (c *call) measureStatement(request *request) clause.Expression {
+func (c *call) measureStatement(request *request, queries []any) clause.Expression {
 	unchanged := expression("coalesce(own.metadata = ? AND own.deleted_at IS NULL, false)", jsonb(request.merged.text))
 
 	switch {
@@ -212,30 +220,14 @@ func (c *call) measureStatement(request *request) clause.Expression {
 		unchanged = expression("own.metadata IS NULL")
 	}
 
-	var measured []any
-
-	for _, rule := range request.rules {
-		if rule.Policy.MaxAgents != nil {
-			measured = append(measured, c.agentsStatement(rule, request.agentID))
-		}
-
-		if rule.Policy.limitsSlots() {
-			measured = append(measured, c.slotsStatement(rule, request.agentID))
-		}
-
-		if rule.Policy.limitsUsage() {
-			measured = append(measured, c.usageStatement(rule, request.agentID))
-		}
-	}
-
-	vars := append([]any{unchanged}, measured...)
+	vars := append([]any{unchanged}, queries...)
 
 	return expression(`WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now)
 SELECT clock.now,
   own.started_at,
   ?,
   `+run.Live("own", "clock.now")+`, own.run_id, coalesce(own.status = 'running', false), own.deleted_at IS NOT NULL`+
-		strings.Repeat(",\n  (?)", len(measured))+`
+		strings.Repeat(",\n  (?)", len(queries))+`
 FROM clock LEFT JOIN ? AS own ON own.agent_id = ?`,
 		append(vars, clause.Table{Name: c.tables.Agents}, request.agentID)...)
 }

@@ -53,7 +53,7 @@ func (p *plan) upgradeStorage(table *Table, state *found) {
 }
 
 // compression is the method for the usage of conversations, which an append decompresses
-// and compresses again, and a verdict on tokens decompresses. Of 300 entries with UUIDs it
+// and compresses again, and a verdict on tokens decompresses. Of 300 entries with random IDs it
 // makes as little as PostgreSQL's own method, and an append takes half of the time. Not
 // every server is built with it, so DDL leaves it out.
 const compression = "lz4"
